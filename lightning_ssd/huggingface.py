@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
+from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.telemetry.stats import OffloadStats
 
@@ -45,13 +47,34 @@ class OffloadTrainerMixin:
     """``None`` before ``train()``, open while it runs, closed afterwards."""
     _signature: Any = None
     """The kind of the step under way, until its backward has ended."""
-    _plain_optimizer: Any = None
+    _offloaded: OffloadedOptimizer | None = None
+    """The optimizer of the present or last ``train()``, where its states wait."""
+    _is_registered: bool = False
+    """Whether this ``train()`` has come by :meth:`create_optimizer`."""
+    _num_steps: int = 0
+    """Calls of :meth:`training_step` in the present or last ``train()``."""
 
     # Attributes of transformers.Trainer, which comes later in the method resolution order.
     args: Any
     model: Any
     optimizer: Any
     callback_handler: Any
+    state: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a class in which ``Trainer`` comes first, so that no method of ours would be called.
+
+        Raises:
+            ConfigError: the order of the bases is the wrong one.
+        """
+        super().__init_subclass__(**kwargs)
+        first = cls.__mro__[: cls.__mro__.index(OffloadTrainerMixin)]
+        trainer = next((base for base in first if base.__module__.startswith("transformers.")), None)
+        if trainer is not None:
+            raise ConfigError(
+                f"class {cls.__name__} has {trainer.__name__} before OffloadTrainerMixin, so that nothing would be "
+                f"offloaded. Write class {cls.__name__}(OffloadTrainerMixin, {trainer.__name__})"
+            )
 
     @property
     def stats(self) -> OffloadStats:
@@ -62,7 +85,9 @@ class OffloadTrainerMixin:
         """Train as ``transformers.Trainer.train`` does, with tensors that wait elsewhere.
 
         Raises:
-            ConfigError: the policy moves weights or gradients, or the Trainer shards or copies its model.
+            ConfigError: the policy moves weights or gradients, or the Trainer shards or copies its model, or has a
+                ``create_optimizer`` that does not call ours.
+            RuntimeError: an earlier ``train()`` ended in the middle of an update whose states waited.
             StorageError: a directory cannot serve, or is full.
         """
         self._refuse()
@@ -73,16 +98,43 @@ class OffloadTrainerMixin:
             default_directory=self.args.output_dir,
             subdirectory=f"lightning_ssd-rank-{self.args.process_index}",
         )
-        self.offloader, self._plain_optimizer = offloader, None
+        self.offloader, self._offloaded, self._is_registered, self._num_steps = offloader, None, False, 0
+        begun_at = self.state.global_step
         try:
             with offloader:
-                return super().train(*args, **kwargs)  # type: ignore[misc]
+                output = super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
-            if (plain := self._plain_optimizer) is not None:
-                plain.state = defaultdict(dict, plain.state)  # schedulers still hold the wrapper that has the other one
-                self.optimizer = self.callback_handler.optimizer = plain
+            self._hand_back()
+        if not self._num_steps and self.state.global_step > begun_at:
+            warnings.warn(
+                f"{type(self).__name__}.training_step does not call super().training_step(), so that no saved "
+                "activation was offloaded. Call it there",
+                stacklevel=2,
+            )
+        return output
+
+    def _hand_back(self) -> None:
+        """Put the plain optimizer where the other one was.
+
+        One whose update was interrupted stays: it refuses further steps and checkpoints, and the plain one would not.
+        """
+        offloaded, holder = self._offloaded, self.optimizer
+        if offloaded is None or offloaded.is_incomplete:
+            return
+        plain: Any = offloaded.inner
+        plain.state = defaultdict(dict, plain.state)  # schedulers still hold the wrapper that has the other one
+        if getattr(holder, "optimizer", None) is offloaded:  # Accelerate's, by which the accelerator knows it
+            holder.optimizer = plain
+        else:
+            self.optimizer = plain
+        self.callback_handler.optimizer = self.optimizer
 
     def _refuse(self) -> None:
+        if self._offloaded is not None and self._offloaded.is_incomplete:
+            raise RuntimeError(
+                "the last train() ended in the middle of an update whose states waited, so that weights and states are "
+                "partly new. Make a new Trainer and call its train(resume_from_checkpoint=...)"
+            )
         for name in ("parameters", "gradients"):
             if (value := getattr(self.policy, name)) != "keep":
                 raise ConfigError(
@@ -108,10 +160,15 @@ class OffloadTrainerMixin:
         if offloader is None or not offloader.is_open:
             return optimizer
         offloader.register_module(self.model)
-        if self._plain_optimizer is None:  # else a smaller batch size is tried, with what is offloaded already
-            # After an earlier train() this is Accelerate's wrapper.
-            self._plain_optimizer = getattr(optimizer, "optimizer", optimizer)
-            self.optimizer = offloader.offload_optimizer(self._plain_optimizer)
+        self._is_registered = True
+        if self._offloaded is None:  # else a smaller batch size is tried, with what is offloaded already
+            from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+
+            # After an earlier train() it is wrapped. A wrapper of the user's is his optimizer.
+            plain = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+            found = offloader.offload_optimizer(plain)
+            if isinstance(found, OffloadedOptimizer):
+                self.optimizer = self._offloaded = found
         return self.optimizer
 
     def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,6 +176,12 @@ class OffloadTrainerMixin:
         offloader = self.offloader
         if offloader is None or not offloader.is_open:
             return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        if not self._is_registered:
+            raise ConfigError(
+                f"{type(self).__name__}.create_optimizer does not call super().create_optimizer(), by which the "
+                "offloader gets the model and the optimizer. Call it there, with self.optimizer set before"
+            )
+        self._num_steps += 1
         model.train()  # as the Trainer is about to do: the signature of a step contains it
         self._signature = signature_of(inputs, model)
         try:

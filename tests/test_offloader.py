@@ -140,7 +140,7 @@ def test_one_directory_is_not_two_drives(
         (spill_dir / name).mkdir()
     (spill_dir / "link").symlink_to("one")
     other = f"{spill_dir}/{spelling}"
-    message = rf"twice: .*{re.escape(str(Path(other)))}.* would be taken for two drives; allowed: one directory per"
+    message = rf"twice: .*{re.escape(str(Path(other)))}.* would be taken for two drives, and each drive is to have"
     hardware = HardwareProfile(paths=[spill_dir / "one", other])
     with pytest.raises(ConfigError, match=message):
         Offloader(policy=OFFLOAD_ALL, hardware=hardware, subdirectory=subdirectory).open()

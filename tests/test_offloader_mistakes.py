@@ -150,7 +150,7 @@ def test_wrong_types_say_what_to_write(wrong: dict[str, str]) -> None:
 def test_what_is_no_module_or_no_optimizer_is_refused(spill_dir: Path) -> None:
     model = torch.nn.Linear(2, 2)
     with Offloader(policy=STATES, hardware=HardwareProfile(paths=spill_dir)) as offloader:
-        with pytest.raises(ConfigError, match=r"a generator is no module; allowed: torch\.nn\.Module, for example"):
+        with pytest.raises(ConfigError, match=r"a generator is no module; give a torch\.nn\.Module, for example"):
             offloader.register_module(model.parameters())  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=r"a OffloadPolicy is no module"):
             offloader.open(STATES)  # type: ignore[arg-type]

@@ -22,21 +22,13 @@ OPENINGS = ("Of ", "What ", "The same")
 
 MOST = {
     "_assembly": 3,
-    "activations": 83,
     "callback": 8,
     "cli": 1,
     "common": 61,
     "config": 14,
-    "memory": 43,
     "offloader": 3,
     "optimizer": 128,
-    "parameters": 182,
-    "planning": 58,
-    "recompute": 40,
-    "scheduling": 48,
-    "storage": 28,
-    "strategies": 45,
-    "tiers": 33,
+    "strategies": 12,
     "wear": 6,
     "docs/design": 46,
 }

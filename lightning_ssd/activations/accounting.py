@@ -1,4 +1,4 @@
-"""What all saved storages of one cache share: one lock, the counters, and the sums of bytes in memory.
+"""The state that all saved storages of one cache share: one lock, the counters, and the sums of bytes in memory.
 
 Dying leases leave notes here, which the next regular operation works off; a budget's wait for room is here too.
 """
@@ -28,14 +28,17 @@ _MAX_PEAKS = 64
 
 
 class MemoryAccounting:
-    """What all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory.
+    """Holds what all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory.
 
     Args:
         look: called often, wherever saved storages come or go.
-        returned: called by workers when a transfer has ended, and memory that it gives back has gone.
+        returned: called by workers when a transfer has ended, and memory that it gives back has gone; with the bytes
+            that were saved in the whole run.
     """
 
-    def __init__(self, look: Callable[[], None] = lambda: None, returned: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, look: Callable[[], None] = lambda: None, returned: Callable[[int], None] = lambda saved_bytes: None
+    ) -> None:
         self._look = look
         self.returned = returned
         self.counters = Counters()
@@ -47,14 +50,15 @@ class MemoryAccounting:
         self.ahead_bytes = 0
         self.has_no_memory = False  # a worker has found none for what is brought up ahead
         self.saved_bytes = 0
+        self.most_saved_bytes = 0  # of these, in the whole run: peaks that begin anew leave it
         self.num_live = 0
         self.writes: set[SavedStorage] = set()  # queued or under way
-        self.window_peak_bytes = 0  # of resident bytes, since somebody set it back
+        self.window_peak_bytes = 0  # of resident bytes, since it was set back
         self._peaks: deque[int] = deque(maxlen=_MAX_PEAKS)  # of the latest passes
         self._num_passes = 0
         self._away_on_host_bytes = 0
-        self._worst = SavedBytes()  # since somebody took it
-        self.recorder: StepRecorder | None = None  # of the step under way; none: nobody looks
+        self._worst = SavedBytes()  # since it was taken
+        self.recorder: StepRecorder | None = None  # of the step under way; none: no one is recorded
         self._leaving: deque[SavedStorage] = deque()
         self.watched: dict[int, Death] = {}
         self.notes: deque[Death | KeptStorage] = deque()
@@ -95,6 +99,7 @@ class MemoryAccounting:
         self.num_live += 1
         self.saved_bytes += record.nbytes
         counters.saved_peak_bytes = max(counters.saved_peak_bytes, self.saved_bytes)
+        self.most_saved_bytes = max(self.most_saved_bytes, self.saved_bytes)
         if self.recorder is not None:
             self.recorder.saved(id(record), record.nbytes)
         self.occupy(record)
@@ -148,7 +153,7 @@ class MemoryAccounting:
             self.recorder.left(id(record), record.nbytes)
 
     def note_leaving(self, record: SavedStorage) -> None:
-        """We are about to let go of the memory. It counts until nobody else holds it either."""
+        """Note that we let go of the memory. It counts until the program holds it no more, either."""
         self._leaving.append(record)
 
     def sweep(self, num_records: int = 4) -> None:
@@ -199,7 +204,7 @@ class MemoryAccounting:
 
 
 class Death(weakref.ref[Any]):
-    """Of a lease. Held by us: one that dies together with its lease tells nobody."""
+    """The death of a lease. Held by us: one that dies together with its lease is never noted."""
 
     __slots__ = ("record",)
 

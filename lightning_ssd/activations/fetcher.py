@@ -228,7 +228,7 @@ class Fetcher:
         return None
 
     def _make_room(self, record: SavedStorage) -> Latch | None:
-        """Under a budget, what nobody waits for goes before what somebody waits for comes; see :meth:`admit`."""
+        """Under a budget, evict what was brought up ahead before what is waited for comes; see :meth:`admit`."""
         cursor = None if record.home is None else record.home.cursor
         if cursor is None or cursor.limit_bytes is None:
             return None
@@ -260,7 +260,7 @@ class Fetcher:
         return room
 
     def _drop_consumed(self, wanted: SavedStorage | None) -> None:
-        """Of what everybody has unpacked, whoever still uses it holds the memory himself."""
+        """Let go of what every unpack has got: a user of it holds the memory by itself."""
         for record in self._consumed:
             if record is not wanted:
                 record.drop_copy()
@@ -280,7 +280,7 @@ class Fetcher:
                 if evicted >= nbytes:
                     return True
                 if isinstance(record, SavedStorage) and record.can_be_evicted:
-                    # Not a mark of now: whoever makes room may be on a stream that has not waited for its producer.
+                    # Not a mark of now: this thread may be on a stream that has not waited for its producer.
                     evicted += record.nbytes if record.queue_write(self._tier, record.produced) else 0
         return evicted > 0
 

@@ -19,7 +19,7 @@ _TREES = "torch._inductor.cudagraph_trees"
 
 
 class GraphMemory:
-    """Of one device. Costs a look into a dictionary where nothing was compiled.
+    """Knows the CUDA graphs' memory of one device. Costs a look into a dictionary where nothing was compiled.
 
     PyTorch has no public word for it. If its own one changes, everything counts as such memory while there are graphs.
 

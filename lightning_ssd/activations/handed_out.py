@@ -25,19 +25,19 @@ class _Given(NamedTuple):
     """One saved tensor that a node was given."""
 
     lease: Callable[[], object | None]
-    """Returns ``None`` once nobody can be given the memory any more."""
+    """Returns ``None`` once the memory can be handed out no more."""
     tensor: torch.Tensor
     again: torch.Tensor
-    """The same: a single reference of Python's counts as the tensor's own."""
+    """The tensor once more: a single reference of Python's counts as the tensor's own."""
 
     @property
     def may_be_shared(self) -> bool:
-        """Whether anybody else has its memory, or may be given it once more. ``True`` where nobody can tell."""
+        """Whether the program has its memory, or may be given it once more. ``True`` where that is unknown."""
         return self.lease() is not None or use_count(storage_of(self.tensor)._cdata) != 1
 
 
 class _Held:
-    """Of one thread in one backward, which has it, and calls it at the end; if it fails, it drops it."""
+    """Tensors of one thread in one backward, which has it, and calls it at the end; if it fails, it drops it."""
 
     __slots__ = ("__weakref__", "given", "kinds", "node", "num_new")
 
@@ -45,7 +45,7 @@ class _Held:
         self.node: tuple[int, int] | None = None
         """Whose saved tensors were asked for last: its address, which may be lent again, and its number."""
         self.kinds: frozenset[_Kind] | None = None
-        """What of them may become a leaf's gradient; ``None``: anything."""
+        """Kinds of these that may become a leaf's gradient; ``None``: any."""
         self.given: deque[_Given] = deque()
         self.num_new = 0
         """The last ones of these, which the node was given."""
@@ -59,7 +59,7 @@ class _Held:
         self.num_new += 1
 
     def let_go(self) -> None:
-        """Another node asks: whatever nobody else can have is a leaf's gradient by now, or may become one.
+        """Let go as another node asks: what the program cannot have is a leaf's gradient by now, or may become one.
 
         Of what others had the last time, such as a table that all layers use, a few are looked at, in turn.
         """
@@ -74,15 +74,15 @@ class _Held:
 class HandedOut:
     """Refers to what Functions have been given, so that it does not become a gradient itself.
 
-    Autograd makes the tensor that it gets for a leaf the leaf's ``grad``, without a copy, if nobody else refers to it
+    Autograd makes the tensor that it gets for a leaf the leaf's ``grad``, without a copy, if nothing else refers to it
     (``AccumulateGrad``). A saved tensor it refers to itself, but with hooks, each time that it is asked for, it gets an
     object of its own over memory that others may have, too: two leaves would have one gradient, or a batch would be
     cleared by ``zero_grad``.
 
     Other nodes may run before a leaf has its gradient, also Functions, and those of a backward within the ``Function``.
-    So a tensor is let go of when another node asks and nobody else has its memory, nor can be given it: the leaf may
-    have it then, and else it is free. As long as others have it, referring to it takes no memory. The rest goes at the
-    end of the backward.
+    So a tensor is let go of when another node asks and the program has not its memory, nor can be given it: the leaf
+    may have it then, and else it is free. As long as others have it, referring to it takes no memory. The rest goes at
+    the end of the backward.
 
     What has another shape or dtype than any leaf that the returned gradients can get to as they are is let go at once:
     a compiled block is a ``Function``, which frees each saved tensor behind its last use, and would hold all of them
@@ -136,8 +136,9 @@ class HandedOut:
 
 
 def _leaves_of(node: Any) -> frozenset[_Kind] | None:
-    """Of the leaves to which a tensor that a node returns may be passed on as it is, by nodes such as that of a sum;
-    ``None``: nobody knows.
+    """Return kinds of the leaves to which nodes such as that of a sum may pass on what this node returns.
+
+    ``None``: unknown.
 
     What is passed on as it is has the dtype and the shape that each node on its way expects.
     """

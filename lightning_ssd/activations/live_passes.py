@@ -24,7 +24,7 @@ __all__ = ["LivePasses"]
 
 _MAX_PASSES = 256
 _SAVED_SHARE = 0.5
-"""Of the available memory, what saved tensors may take while nothing is planned: gradients are to come."""
+"""Share of the available memory that saved tensors may take while nothing is planned: gradients are to come."""
 _AMPLE = 3
 """Available memory is enough for certain where it is so many times what was saved at the worst moment."""
 _MAX_PLAIN = 63
@@ -36,7 +36,7 @@ _MAX_UNENDED = 8
 
 @dataclass(slots=True)
 class _Seen:
-    """Of the passes of one signature."""
+    """Facts of the passes of one signature."""
 
     nbytes: int
     """Saved by the largest one."""
@@ -61,7 +61,7 @@ class LivePasses:
         accounting: of the saved storages.
         clock: of the device.
         level: bytes of device memory in use.
-        highest: the most that was in use since the process began, or since somebody had its peak begin anew.
+        highest: the most that was in use since the process began, or since its peak began anew.
         available: bytes that could still be had; ``None``: unknown.
         scheduler: plans; ``None``: nothing is planned.
         runs_late: Python runs ahead of the device, so that what moves can pile up before any of it has gone.
@@ -98,7 +98,7 @@ class LivePasses:
         self._runs_late = runs_late
         self._heap_policy = heap_policy
         self._passes: deque[SavedPass] = deque(maxlen=_MAX_PASSES)
-        # The oldest go, where nobody ends a backward.
+        # The oldest go, where the program never calls end_backward().
         self._finished: deque[FinishedPass] = deque(maxlen=_MAX_PASSES)
         self._may_be_forgotten = scheduler is not None
         self._kept_anyway = keeps_all
@@ -173,7 +173,7 @@ class LivePasses:
         counters, level_bytes = self._accounting.counters, 0
         keeps: Callable[[int], bool] = _never
         if self._scheduler is not None and self._scheduler.returns_memory(current.signature):
-            self._heap_policy.enter(HeapMode.MAP_EACH)  # what is free in the heap is not needed by anybody
+            self._heap_policy.enter(HeapMode.MAP_EACH)  # what is free in the heap is not needed
         available_bytes = self._memory_of(current.signature)
         if self._scheduler is not None:
             level_bytes = self._last_level - counters.resident_bytes
@@ -218,7 +218,7 @@ class LivePasses:
         )
 
     def _memory_of(self, signature: Hashable) -> int | None:
-        """What is available now; a moment ago, where likely no hooks are needed: asking takes longer than the rest.
+        """Return what is available now, or was a moment ago, where likely no hooks are needed: asking takes long.
 
         Always now where a pass is alive: what those without hooks have saved since is counted nowhere else.
 
@@ -235,8 +235,8 @@ class LivePasses:
         return self._last_available
 
     def _count_free_heap(self) -> None:
-        """What malloc holds back is available to us and to nobody else. Asked for where the rest may not be enough."""
-        saved_bytes = self._accounting.counters.saved_peak_bytes
+        """Add what malloc holds back: it is available to this process. Asked for where the rest may not be enough."""
+        saved_bytes = self._accounting.most_saved_bytes
         if self._last_available is not None and self._last_available < _AMPLE * saved_bytes:
             free_bytes = self._heap_policy.free_bytes()
             self._last_available += free_bytes
@@ -297,12 +297,12 @@ class LivePasses:
             and cursor.limits_total_memory
         ):
             room_bytes = limit_bytes  # what else needs memory is known
-        self._heap_policy.expect(peak_bytes, self._accounting.counters.saved_peak_bytes, room_bytes)
+        self._heap_policy.expect(peak_bytes, room_bytes)
 
     def stalled(self, begin: Stamp, end: Stamp) -> None:
-        """Somebody has waited for a transfer, and with him every pass that is under way."""
+        """Note a wait for a transfer: every pass that is under way has waited."""
         if self._scheduler is None:
-            return  # nobody asks
+            return  # no plan wants it
         for current in self._passes:
             if not current.is_finished:
                 current.stalls.append((begin, end))
@@ -430,7 +430,7 @@ class LivePasses:
             )
 
     def prune(self) -> None:
-        """Forget passes whose graphs are gone; of those without hooks, nobody knows before a backward has ended."""
+        """Forget passes whose graphs are gone; of those without hooks, that is unknown before a backward has ended."""
         live = [
             p
             for p in self._passes

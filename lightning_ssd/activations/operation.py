@@ -20,7 +20,7 @@ _next_number = torch._C._autograd._get_sequence_nr
 
 
 class Operation(NamedTuple):
-    """Of one thread, between the making of its node and that of the next one."""
+    """The operation of one thread, between the making of its node and that of the next one."""
 
     thread: int
     number: int

@@ -27,9 +27,7 @@ def device_of(modules: Iterable[torch.nn.Module]) -> torch.device:
     """
     for module in modules:
         if not isinstance(module, torch.nn.Module):
-            raise ConfigError(
-                f"a {type(module).__name__} is no module; allowed: torch.nn.Module, for example the model"
-            )
+            raise ConfigError(f"a {type(module).__name__} is no module; give a torch.nn.Module, for example the model")
         for parameter in module.parameters():
             return parameter.device
     return torch.device("cpu")
@@ -73,7 +71,7 @@ class ParameterStorages:
         return self._bytes_of([p.grad for p in parameters.values() if p.grad is not None])
 
     def gradient_bytes_on(self, device: torch.device) -> int:
-        """The same of one device's parameters: in backward, for the thread that computes their gradients."""
+        """Bytes of gradients of one device's parameters: in backward, for the thread that computes their gradients."""
         parameters = {id(p): p for module in self.modules for p in module.parameters() if p.device == device}
         return self._bytes_of([p.grad for p in parameters.values() if p.grad is not None])
 
@@ -122,7 +120,7 @@ class ParameterStorages:
         return alive
 
     def recognise(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether ``tensor`` is a parameter that nobody registered, or a view of one; then it is known from now on.
+        """Whether ``tensor`` is a parameter that was not registered, or a view of one; then it is known from now on.
 
         Leaves that want gradients count: they stay alive anyway. So does what FSDP2 has gathered for the first time
         since the last :meth:`refresh`.

@@ -21,7 +21,7 @@ __all__ = ["Prefetcher"]
 
 
 _MAX_WAIT_S = 1.0
-"""For a worker to let go of memory, unless somebody else holds it."""
+"""Lets a worker let go of memory, unless the program holds it."""
 _SHARE = 4
 """One part in so many of what is free when backward begins may be brought up ahead."""
 
@@ -30,7 +30,7 @@ class Prefetcher:
     """Walks the expected order. The accounting lock is held by every caller.
 
     Bytes count as *ahead* from the moment their memory is taken (or, for a write that is taken back, given up)
-    until somebody asks for them.
+    until an unpack asks for them.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Prefetcher:
             except (RuntimeError, MemoryError, OSError) as error:
                 if not is_out_of_memory(error):
                     raise
-                # Nobody waits for this one yet: look less far ahead, and let the unpack ask for it.
+                # No unpack waits for this one yet: look less far ahead, and let the unpack ask for it.
                 self._budget.out_of_memory()
                 return False
         record.hold_ahead()

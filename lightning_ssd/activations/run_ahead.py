@@ -1,4 +1,4 @@
-"""Keeps Python from running so far ahead of a device that memory fills with tensors that nobody has computed yet.
+"""Keeps Python from running so far ahead of a device that memory fills with tensors that are not computed yet.
 
 A CUDA device works through its queue long after Python has. Memory is taken when an operation is queued, and a saved
 tensor can leave only when it has been computed: without a bound, the memory of a whole forward may be taken before
@@ -27,24 +27,22 @@ class RunAhead:
         self._marks: deque[tuple[StreamEvent, int]] = deque()
         self._nbytes = 0
         self._largest_bytes = 0
-        self._saved_peak_bytes = 0  # of the whole run, whoever sets peaks back
 
-    def add(self, mark: StreamEvent, nbytes: int, saved_peak_bytes: int) -> None:
+    def add(self, mark: StreamEvent, nbytes: int, most_saved_bytes: int) -> None:
         """A storage was saved. Of those before it a sixteenth of all that is saved, 64 MiB, or two of the largest size,
         whichever is most, may be yet to be computed; the rest is late.
 
         Args:
             mark: the end of the work that computes it.
             nbytes: of the storage.
-            saved_peak_bytes: of all that was saved at the worst moment so far.
+            most_saved_bytes: of all that was saved at the worst moment of the run so far.
         """
         if mark is PASSED:
             return
         self._marks.append((mark, nbytes))
         self._nbytes += nbytes
         self._largest_bytes = max(self._largest_bytes, nbytes)
-        self._saved_peak_bytes = max(self._saved_peak_bytes, saved_peak_bytes)
-        most_bytes = max(_MIN_BYTES, self._saved_peak_bytes // _SHARE, 2 * self._largest_bytes)
+        most_bytes = max(_MIN_BYTES, most_saved_bytes // _SHARE, 2 * self._largest_bytes)
         while self._nbytes > most_bytes:
             mark, nbytes = self._marks.popleft()
             self._nbytes -= nbytes

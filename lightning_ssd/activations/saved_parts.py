@@ -4,7 +4,7 @@ Note: Why parts count
     PyTorch's own operations count a version when they write into a storage. A kernel from elsewhere (Triton, an
     extension, NumPy on a CPU) does not: it may fill the second half of a buffer when the first half has been saved, or
     even written. So what is saved later is there behind a mark taken *then*, and a copy made before does not have it.
-    Whatever will be saved later is held by somebody until then, so that writing the storage earlier would free nothing.
+    The program holds until then what will be saved later, so that writing the storage earlier would free nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Part = tuple[int, tuple[tuple[int, int], ...]]
 
 
 class SavedParts:
-    """Of one storage.
+    """The saved parts of one storage.
 
     Args:
         nbytes: of the storage.
@@ -98,7 +98,7 @@ class DeferredWrites:
     """Storages that are to move, and of which a part alone has been saved yet, or that an operation may fill after it
     has saved them. The accounting lock guards them.
 
-    Such a one is sent when the operation is over, and all of it has been saved or nobody else holds it any more; or
+    Such a one is sent when the operation is over, and all of it has been saved or the program holds it no more; or
     when the forward is over.
     """
 
@@ -133,5 +133,5 @@ class DeferredWrites:
         record, send = waiting = self._waiting.popleft()
         if not record.is_filled():
             self._waiting.append(waiting)
-        elif record.can_be_evicted:  # nobody has freed it, sent it or begun to use it since
+        elif record.can_be_evicted:  # it was not freed, sent or used since
             send()

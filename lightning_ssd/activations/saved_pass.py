@@ -36,7 +36,7 @@ class PassBegin:
 
     stamp: Stamp
     level_bytes: int
-    """Of all memory in use but saved tensors; 0 without a scheduler."""
+    """Bytes of all memory in use but saved tensors; 0 without a scheduler."""
     written_bytes: int
     read_bytes: int
     host_bytes: int
@@ -62,7 +62,7 @@ def _explain_refusal(error: RuntimeError) -> None:
 
 
 class SavedTensorHooks(Protocol):
-    """Whoever keeps what passes save."""
+    """The cache that keeps what passes save."""
 
     def enter(self, current: SavedPass) -> None:
         """A forward begins."""
@@ -78,7 +78,7 @@ class SavedTensorHooks(Protocol):
 
 
 class SavedPass:
-    """What was saved in one forward, in order, and what backward has asked for so far.
+    """Holds what was saved in one forward, in order, and what backward has asked for so far.
 
     A context manager that installs the hooks. The accounting lock guards everything else.
 
@@ -102,19 +102,19 @@ class SavedPass:
         self.signature = signature
         self.cursor: PlanCursor | None = None  # none: the cache moves whatever is large enough
         self.limit_bytes: int | None = None  # without a plan: forward waits for writes above it
-        self.recorder: Recorder | None = None  # none: nobody learns from this pass
+        self.recorder: Recorder | None = None  # none: no plan is made from this pass
         self.begin: PassBegin | None = None
         self.stalls: deque[tuple[Stamp, Stamp]] = deque(maxlen=_MAX_STALLS)  # some graphs live on without a backward
         self.is_finished = False
         self.has_failed = False  # its forward was left by an exception: what it saved is not all
-        self.is_plain = False  # it keeps everything and nobody looks: no hooks at all
+        self.is_plain = False  # it keeps everything and is not recorded: no hooks at all
         self.records: list[SavedStorage | KeptStorage] = []
         self.sizes: list[int] = []
         self.packed_s: list[float] = []
         self.follows = True  # what is known of it: it was entered once, by one thread
         self.order: list[int] = []
         self.wanted_s: dict[int, float] = {}  # when each was first asked for
-        self.stayed: set[int] = set()  # whose memory somebody else was found to hold
+        self.stayed: set[int] = set()  # whose memory the program was found to hold
         self.next_ahead = 0
         self.recomputed_bytes = 0  # saved again by its blocks so far
         self._hooks = hooks
@@ -267,7 +267,7 @@ class SavedPass:
         self.next_ahead = max(self.next_ahead, self._position.get(record.index, -1) + 1)
 
     def step_back(self, record: SavedStorage) -> None:
-        """What was brought up ahead had to go: look ahead from there again."""
+        """Look ahead from a storage again, since it was brought up and had to go."""
         self.next_ahead = min(self.next_ahead, self._position.get(record.index, self.next_ahead))
 
     def profile(self, *, write_rate: float, read_rate: float) -> PassProfile | None:

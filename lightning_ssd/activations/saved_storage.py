@@ -3,7 +3,7 @@
 Its states are drawn in ``storage_state.py``.
 
 Who holds what: autograd's graph holds :class:`SavedTensor` objects, these share one :class:`Lease`, and the lease
-holds the :class:`SavedStorage`. When the last of them dies, nobody can ask for the bytes again. Nothing here
+holds the :class:`SavedStorage`. When the last of them dies, the bytes can be asked for no more. Nothing here
 depends on steps, modules or stack traces.
 
 Note: What happens when a lease dies
@@ -108,7 +108,7 @@ class SavedStorage:
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
-        """The memory, while we hold it; ``None`` too once the lease is dead, whoever else may hold it."""
+        """The memory, while we hold it; ``None`` too once the lease is dead, even if the program holds it."""
         lease = self.lease()
         return None if lease is None else lease.storage
 
@@ -148,7 +148,7 @@ class SavedStorage:
 
     @property
     def can_be_evicted(self) -> bool:
-        """Whether it was to stay, has never been sent anywhere, and nobody is about to unpack it once more."""
+        """Whether it was to stay, has never been sent anywhere, and no thread is about to unpack it once more."""
         in_use = 0 < self.num_unpacked < self.num_tensors
         return self.state is State.KEPT and self.storage is not None and not in_use and self.is_filled()
 
@@ -224,7 +224,7 @@ class SavedStorage:
         except BaseException:
             self.state = before
             raise
-        if before is State.LEAVING:  # its former memory has gone, only nobody had looked yet
+        if before is State.LEAVING:  # its former memory has gone, only it was not looked at yet
             self.accounting.vacate(self)
         self.accounting.occupy(self)
 
@@ -234,7 +234,7 @@ class SavedStorage:
         return None if self.copy is None else self.copy.read
 
     def promote_read(self) -> None:
-        """Somebody waits for the read that is under way."""
+        """Make the read that is under way urgent: a thread waits for it."""
         if self.copy is not None and self.copy.read is not None:
             self.copy.tier.promote(self.copy.read)
 
@@ -244,7 +244,7 @@ class SavedStorage:
             self._leave()
 
     def _leave(self) -> None:
-        """Let go of the memory. It counts until nobody else holds it either."""
+        """Let go of the memory. It counts until the program holds it no more, either."""
         self.accounting.note_leaving(self)
         self.state = State.LEAVING
         self.storage = None
@@ -256,13 +256,15 @@ class SavedStorage:
             self.accounting.ahead_bytes += self.nbytes
 
     def asked_for(self) -> None:
-        """Somebody unpacks: from now on the memory is in use, not ahead."""
+        """Count the memory as in use from now on, not as ahead: autograd unpacks."""
         if self.ahead:
             self.ahead = False
             self.accounting.ahead_bytes -= self.nbytes
 
     def free(self) -> None:
-        """The lease is dead: nobody asks again. A transfer under way frees the extent when it ends.
+        """Free the storage: its lease is dead, and no unpack asks again.
+
+        A transfer under way frees the extent when it ends.
 
         Once more after it was interrupted: does the rest.
         """
@@ -288,9 +290,9 @@ class SavedStorage:
     # -- called by the tier's workers ----------------------------------------------------------------------------
 
     def write_begins(self) -> torch.UntypedStorage | None:
-        """QUEUED -> WRITING, unless somebody took it back meanwhile."""
+        """QUEUED -> WRITING, unless it was taken back meanwhile."""
         with self.accounting.lock:
-            # Asked once: the lease may die between two questions, and whoever gets a storage has to end its write.
+            # Asked once: the lease may die between two questions, and the receiver of a storage has to end its write.
             storage = self.storage
             if self.state is not State.QUEUED or storage is None:
                 return None
@@ -304,14 +306,14 @@ class SavedStorage:
         """WRITING -> LEAVING, where memory returns; or, after a failure, TAKEN_BACK: kept, with nothing lost.
 
         A failure may come before the write has begun (a device that is lost while its stream is waited for): from
-        QUEUED, or after somebody has taken it back.
+        QUEUED, or after it was taken back.
         """
         try:
             self._settle_write(stored, error)
         finally:  # last, and always: a budget waits for this, and then finds the memory gone
             with self.accounting.lock:
                 self._write_gone()
-        self.accounting.returned()
+        self.accounting.returned(self.accounting.counters.bytes_saved)
 
     def _settle_write(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         storage = None
@@ -350,11 +352,12 @@ class SavedStorage:
     def read_ended(
         self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
     ) -> None:
-        """READING -> RELOADED, or back to ON_DISK with the error for whoever waits."""
+        """READING -> RELOADED, or back to ON_DISK with the error for the thread that waits."""
         with self.accounting.lock:
             self.accounting.settle()
             counters, copy = self.accounting.counters, self.copy
-            is_refused = isinstance(error, NoMemoryToReadError)  # whoever waits asks again, with memory of his own
+            # The thread that waits asks again then, with memory of its own.
+            is_refused = isinstance(error, NoMemoryToReadError)
             if error is not None:
                 counters.failures += not (is_refused or isinstance(error, OffloaderClosedError))
             if copy is None:  # freed, after an interrupt
@@ -367,7 +370,7 @@ class SavedStorage:
             if self.state is State.FREED:
                 self._free_extent()  # the lease died while we read
             elif self.state is not State.READING:
-                pass  # an interrupt came while it was asked for, and whoever asked knows of no read
+                pass  # an interrupt came while it was asked for, and the thread that asked knows of no read
             elif storage is None:
                 self.state = State.ON_DISK
                 self.accounting.vacate(self)
@@ -379,10 +382,10 @@ class SavedStorage:
                 self.storage, copy.mark = storage, mark
                 self.key = StorageKey(storage)
                 self.state = State.RELOADED
-        self.accounting.returned()
+        self.accounting.returned(self.accounting.counters.bytes_saved)
 
     def take_error(self) -> BaseException | None:
-        """Why the last read has failed, for whoever raises it."""
+        """Return why the last read has failed, to be raised."""
         if self.copy is None:
             return None
         error, self.copy.error = self.copy.error, None
@@ -409,7 +412,7 @@ def _no_lease() -> None:
 
 
 class SavedTensor(NamedTuple):
-    """What autograd holds in place of a tensor: how to rebuild it, and its share in the storage."""
+    """Stands in autograd for a tensor: how to rebuild it, and its share in the storage."""
 
     lease: Lease
     spec: TensorSpec

@@ -26,7 +26,7 @@ class State(enum.Enum):
     QUEUED = "queued"  # in memory, a write is queued
     WRITING = "writing"  # in memory, a worker writes it
     TAKEN_BACK = "taken back"  # in memory, and to stay: it was wanted before its write had ended, or that has failed
-    LEAVING = "leaving"  # a tier has it, we hold no memory; it counts until nobody else holds it either
+    LEAVING = "leaving"  # a tier has it, we hold no memory; it counts until the program holds it no more, either
     ON_DISK = "on disk"  # a tier has it, and nothing counts
     READING = "reading"  # a tier has it, a worker fills new memory
     RELOADED = "reloaded"  # a tier has it, and it is in memory once more

@@ -89,7 +89,7 @@ class SavedWeight(NamedTuple):
 
 
 _Packed = Kept | SavedTensor | SavedWeight
-"""What autograd holds in place of a saved tensor."""
+"""Types that autograd holds in place of a saved tensor."""
 
 
 class TensorCache:
@@ -138,7 +138,7 @@ class TensorCache:
         self.min_nbytes = max(min_tensor_nbytes, 1)
         """Smaller storages stay, and are not counted one by one."""
         self._copies = copies
-        # Meanwhile nobody may ask a device how it is doing, and nothing has an end that a worker could wait for.
+        # Meanwhile no thread may ask a device how it is doing, and nothing has an end that a worker could wait for.
         self._is_capturing = copies.is_capturing
         self._graph_memory = GraphMemory(device)
         self.handed_out = HandedOut()
@@ -329,7 +329,7 @@ class TensorCache:
             else:
                 self._budget.pass_ended(
                     self._passes.end_backward(rates.write_bytes_per_s, rates.read_bytes_per_s),
-                    self.accounting.counters.saved_peak_bytes,
+                    self.accounting.most_saved_bytes,
                 )
         self._passes.learn()
         with self.accounting.lock:
@@ -374,7 +374,7 @@ class TensorCache:
         failure = self.accounting.write_failure
         if failure is not None and not self._warned_of_writes:
             self._warned_of_writes = True
-            (saved,) = format_sizes(self.accounting.counters.saved_peak_bytes)
+            (saved,) = format_sizes(self.accounting.most_saved_bytes)
             warnings.warn(
                 f"offloading failed ({failure}); the tensors concerned stay in memory, results are not affected. "
                 f"A pass saves up to {saved} so far. Further failures are only counted (stats.failures)",
@@ -418,7 +418,7 @@ class TensorCache:
 
     @property
     def drive_rates(self) -> TierRates | None:
-        """What the run has shown of the drives; ``None``: there are none. Measures nothing."""
+        """Rates of the drives, as the run has shown them; ``None``: there are none. Measures nothing."""
         return None if self._meter is None else self._meter.machine().ssd
 
     def take_worst(self) -> SavedBytes | None:
@@ -444,8 +444,9 @@ class TensorCache:
         return recorder
 
     def _gradient_bytes(self) -> int | None:
-        """Of gradients now, for a thread of backward; ``None``: looking might bring in a weight, or meet another thread
-        that computes some.
+        """Return bytes of gradients now, for a thread of backward.
+
+        ``None``: looking might bring in a weight, or meet another thread that computes some.
         """
         if self._has_weights() or self._passes.num_open > 1 or len(training_threads(self)) > 1:
             return None
@@ -453,15 +454,16 @@ class TensorCache:
 
     @property
     def gradient_bytes(self) -> int | None:
-        """Of gradients now, where this thread computes none; ``None``: another one may. Autograd sets them without the
-        GIL: who looked meanwhile would hold what it has freed.
+        """Return bytes of gradients now, where this thread computes none; ``None``: another one may.
+
+        Autograd sets them without the GIL: a thread that looked meanwhile would hold what it has freed.
         """
         here = threading.current_thread()
         are_others = any(thread is not here for thread in training_threads(self))
         return None if are_others else self.parameters.gradient_bytes
 
     def end_record(self) -> None:
-        """Nobody looks any more. What is dead by now has been told."""
+        """End the recording. What is dead by now has been told."""
         with self.accounting.lock:
             try:
                 self.accounting.settle()
@@ -549,7 +551,7 @@ class TensorCache:
             # A batch that is a slice of the data: all of it would be written, and it stays in memory anyway.
             return False
         if not tensor.requires_grad and tensor.__dict__:
-            # Of a constant, backward gets the very object, and what somebody has noted on it.
+            # Of a constant, backward gets the very object, and what the program has noted on it.
             return False
         if self._is_capturing():
             return False
@@ -559,7 +561,7 @@ class TensorCache:
             and not tensor.is_quantized
             and not tensor.is_nested
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-            # Forward-mode differentiation has tensors with a size and no memory, which nobody may read.
+            # Forward-mode differentiation has tensors with a size and no memory, which must not be read.
             and not tensor._is_zerotensor()
             and not self._graph_memory.holds(storage.data_ptr())
         )
@@ -578,7 +580,7 @@ class TensorCache:
                 self._deferred.look()
             if share is not None:
                 packed = keep_large(tensor, tensor._is_view(), share)
-                self._heap_policy.look()
+                self._heap_policy.look(self.accounting.counters.bytes_saved)
                 if self._device.type == "cpu":  # the work that a device has queued hides so short a time
                     self._count_hook(begin_s, waited_s, None)
                 return packed
@@ -597,7 +599,7 @@ class TensorCache:
                     break
             if not self.fetcher.wait_for_room(current, nbytes, room):
                 return keep(tensor, tensor._is_view())
-        self._heap_policy.look()
+        self._heap_policy.look(self.accounting.counters.bytes_saved)
         self._run_ahead.wait()
         self._copies.protect(tensor)
         self._count_hook(begin_s, waited_s, lease.record.produced)
@@ -618,7 +620,7 @@ class TensorCache:
     def _find(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, probe: VersionProbe
     ) -> Lease | None:
-        """Of a storage that was saved before, in this version, with all that the tensor shows."""
+        """Return the lease of a storage that was saved before, in this version, with all that the tensor shows."""
         record = self.by_storage.get(storage._cdata)
         lease = record.lease() if isinstance(record, SavedStorage) else None
         if not isinstance(record, SavedStorage) or lease is None or record.nbytes != nbytes:
@@ -681,7 +683,7 @@ class TensorCache:
         # What stays may have to go later, when another stream is the current one.
         record.produced = self._mark()
         if placement is not Placement.KEEP:
-            self._run_ahead.add(record.produced, nbytes, self.accounting.counters.saved_peak_bytes)
+            self._run_ahead.add(record.produced, nbytes, self.accounting.most_saved_bytes)
         if placement is Placement.KEEP or (parts.is_whole and record.operation is None):
             self._send(record, placement)
         else:
@@ -689,7 +691,7 @@ class TensorCache:
         return lease
 
     def _mark(self) -> StreamEvent:
-        return PASSED if self._tiers.ssd is None else self._copies.mark()  # where all stays, nobody waits
+        return PASSED if self._tiers.ssd is None else self._copies.mark()  # where all stays, no thread waits
 
     def _send(self, record: SavedStorage, placement: Placement) -> None:
         """Keep a storage, or queue its write."""
@@ -699,7 +701,7 @@ class TensorCache:
         ):
             placement = Placement.SSD
         if placement is Placement.SSD and self._tiers.ssd is not None:
-            self._budget.observe(nbytes, self.accounting.counters.saved_peak_bytes)
+            self._budget.observe(nbytes, self.accounting.most_saved_bytes)
             record.queue_write(self._tiers.ssd, after)
         elif placement is Placement.KEEP:
             self.accounting.counters.bytes_kept += nbytes

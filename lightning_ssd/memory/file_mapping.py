@@ -28,7 +28,7 @@ from lightning_ssd.memory.page_table import has_copies
 __all__ = ["READ_BYTES", "FileView", "drop_pages"]
 
 READ_BYTES = 4 << 20
-"""Of a view that shows files only to have them read (:meth:`FileView.read`)."""
+"""Size of a view that shows files only to have them read (:meth:`FileView.read`)."""
 
 _FIXED = 0x10  # MAP_FIXED and MAP_NORESERVE, which Python does not name (everywhere)
 _NORESERVE = 0x4000
@@ -40,7 +40,7 @@ _POPULATE_WRITE = 23
 _MAYMOVE = 1  # MREMAP_MAYMOVE and MREMAP_DONTUNMAP (Linux 5.7; of files 5.13)
 _DONTUNMAP = 4
 _POPULATE_BYTES = 16 << 20
-"""Whoever maps or unmaps memory meanwhile waits for one request."""
+"""Most bytes of one request: a thread that maps or unmaps memory meanwhile waits for one."""
 
 
 class FileView:
@@ -73,10 +73,10 @@ class FileView:
     def show(self, start: int, fd: int, offset: int, nbytes: int, *, shared: bool = False) -> None:
         """Show ``nbytes`` bytes of a file from ``offset`` on, at ``start`` of the range; both are whole pages.
 
-        What the part has shown before is replaced in one step: nobody ever finds it without its bytes.
+        What the part has shown before is replaced in one step: no reader ever finds it without its bytes.
         """
         if start % PAGE_BYTES or offset % PAGE_BYTES or start + nbytes > self._length:
-            raise ValueError(f"start={start}, offset={offset}, nbytes={nbytes}; allowed: whole pages within the range")
+            raise ValueError(f"start={start}, offset={offset}, nbytes={nbytes}; give whole pages within the range")
         flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _NORESERVE | _FIXED
         mapped = libc.mmap(self.address + start, nbytes, READ_WRITE, flags, fd, offset)
         if mapped is None or mapped == MAP_FAILED:
@@ -90,7 +90,7 @@ class FileView:
             libc.madvise(self.address + start, nbytes, ADVISE_HUGE)
 
     def hide(self) -> None:
-        """Let nobody touch the range any more: who does ends the process."""
+        """Close the range to every access: one more ends the process."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED
         libc.mmap(self.address, self._length, NO_ACCESS, flags, -1, 0)
 
@@ -160,7 +160,7 @@ class FileView:
     def bring_in_again(self, start: int, nbytes: int) -> None:
         """Map a shared part anew that has just been brought in, as :meth:`bring_in` does.
 
-        That counts as another use. What was used once the system takes back as soon as somebody else needs room.
+        That counts as another use. What was used once the system takes back as soon as another program needs room.
 
         Raises:
             OSError: the drive refuses.
@@ -172,9 +172,9 @@ class FileView:
         """Take a private part out of this process, in which nothing was written; the next touch brings it back.
 
         Returns:
-            ``False``: somebody has written meanwhile. What was written before the pages left is lost. It is looked for
-            in what was taken out, so that no moment remains in which it could be missed. A system that cannot do that
-            (before Linux 5.13) keeps the part in memory.
+            ``False``: the program has written meanwhile. What was written before the pages left is lost. It is looked
+            for in what was taken out, so that no moment remains in which it could be missed. A system that cannot do
+            that (before Linux 5.13) keeps the part in memory.
         """
         libc.madvise(self.address + start, nbytes, _COLD)  # as in send_out
         taken = libc.mremap(self.address + start, nbytes, nbytes, _MAYMOVE | _DONTUNMAP, None)
@@ -196,7 +196,7 @@ class FileView:
 
 
 def drop_pages(address: int, nbytes: int) -> None:
-    """Give back the whole pages of a range that nobody can reach any more, whatever was written to them."""
+    """Give back the whole pages of a range that can be reached no more, whatever was written to them."""
     start, stop = round_up(address, PAGE_BYTES), (address + nbytes) // PAGE_BYTES * PAGE_BYTES
     if start < stop:
         libc.madvise(start, stop - start, _DONTNEED)

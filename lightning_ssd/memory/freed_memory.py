@@ -28,7 +28,7 @@ class FreedMemory:
     would leave its memory to the end. Once memory was short, freed memory leaves to the end.
 
     Args:
-        is_limited: whether somebody has asked for less memory: then freed memory always leaves.
+        is_limited: whether the user has asked for less memory: then freed memory always leaves.
         num_processes: that share the machine's memory.
     """
 

@@ -1,4 +1,4 @@
-"""What memory weights may stay in: how much is taken, and how much there is, on the host or on a device.
+"""The memory that weights may stay in: how much is taken, and how much there is, on the host or on a device.
 
 Who decides which weights wait is given a gauge, and knows no device. Weights that wait count as available wherever they
 are: what they take to be used, they give back.
@@ -34,26 +34,26 @@ class PresentWeights(Protocol):
 
     @property
     def window_bytes(self) -> int:
-        """What may be in memory at a time."""
+        """Bytes that may be in memory at a time."""
 
 
 class Gauge(Protocol):
     """Memory of one process, read at the moment of each call."""
 
     device_type: str
-    """Of the tensors that lie in it."""
+    """Type of device of the tensors that lie in it."""
 
     def count_out(self, weights: PresentWeights) -> None:
         """Weights that wait, and are never held from now on."""
 
     def settle(self) -> None:
-        """Give back what an allocator keeps for nobody, and would be read as held."""
+        """Give back what an allocator keeps unused, and would be read as held."""
 
     def held_bytes(self) -> int:
         """Taken by the process: without weights that wait, and without memory that shows a file."""
 
     def needed_bytes(self) -> int:
-        """Of that, what is not free for the tensors to come."""
+        """Bytes of these that are not free for the tensors to come."""
 
     def fixed_bytes(self, shown_bytes: int) -> int:
         """Resident besides, such as code.
@@ -63,19 +63,17 @@ class Gauge(Protocol):
         """
 
     def available_bytes(self, cached_bytes: int) -> int | None:
-        """What the process could still get; ``None``: unknown.
+        """Return the bytes that the process could still get; ``None``: unknown.
 
         Args:
             cached_bytes: of weights that wait in files, whose room in the page cache is there to be taken.
         """
 
     def peak_bytes(self) -> int:
-        """The most that was taken at any moment since somebody began that anew, weights that wait included; 0: nobody
-        looks at every moment.
-        """
+        """Return the most that was taken since the peak began anew, weights that wait included; 0: it is not kept."""
 
     def window_bytes(self) -> int:
-        """Of such a peak, what weights that wait may have been."""
+        """Bytes of such a peak that weights that wait may have been."""
 
 
 class HostGauge:
@@ -132,7 +130,7 @@ class DeviceGauge:
         self._weights = weights
 
     def settle(self) -> None:
-        """The allocator tells what it keeps for nobody."""
+        """An allocator that tells what it keeps unused."""
 
     def held_bytes(self) -> int:
         return max(level_bytes(self._device) - self._present_bytes(), 0)
@@ -158,5 +156,5 @@ class DeviceGauge:
         return 0 if self._weights is None else self._weights.window_bytes
 
     def _present_bytes(self) -> int:
-        """Without what stays beyond its use, such as what somebody holds: that is not given back."""
+        """Without what stays beyond its use, such as what the program holds: that is not given back."""
         return 0 if self._weights is None else min(self._weights.present_bytes, self._weights.window_bytes)

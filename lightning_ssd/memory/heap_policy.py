@@ -20,15 +20,14 @@ __all__ = ["HeapMode", "HeapPolicy"]
 
 _MIN_RELAXED_S = 0.2
 """Between borders that are closer than this, changing to and fro would cost more than it saves."""
-_LOOK_S = 0.001
-"""In a millisecond little is allocated."""
-_SLACK_SHARE = 1 / 8
-_MIN_SLACK_BYTES, _MAX_SLACK_BYTES = 16 << 20, 128 << 20
-"""Free memory that never has to return: this share of all that is saved, within these bounds."""
+_SLACK_BYTES = 16 << 20
+"""Free memory that never has to return."""
+_LOOK_BYTES = 16 << 20
+"""Looked at after so much has been saved. A look costs 0.25 ms: reading a file of ``/proc`` gives the GIL away."""
 
 
 class HeapMode(enum.Enum):
-    """What becomes of freed memory while one pass runs."""
+    """The way of freed memory while one pass runs."""
 
     RELAXED = enum.auto()
     """It stays or goes as malloc sees fit: the pass keeps everything."""
@@ -52,7 +51,7 @@ class HeapPolicy:
     Where tensors have whole pages, the heap reuses what it has: then glibc gives nothing back by itself in passes that
     move and between them, and large tensors lie in the heap, too.
 
-    A malloc of somebody else's (tcmalloc, jemalloc) decides by itself.
+    Another malloc (tcmalloc, jemalloc) decides by itself.
 
     Args:
         is_ours: whether activations live in memory of malloc; False does nothing.
@@ -68,15 +67,15 @@ class HeapPolicy:
         # One thread looks at a time; nothing is waited for. A leaf lock.
         self._looking = threading.Lock()
         self._last_border_s = 0.0
-        self._next_look_s = 0.0
+        self._looked_bytes = 0
+        """Saved in the whole run, at the last look."""
         self._is_watched = self._is_scarce = self._has_holes = False
         self._needed_bytes = 0
         """Resident at the worst moment of such passes, without what was free; as far as it is known."""
         self._unheaped_bytes: int | None = None
-        """Of :func:`besides_blocks_bytes`, what was there when nothing was free; ``None``: nobody knows."""
+        """Result of :func:`besides_blocks_bytes` when nothing was free; ``None``: unknown."""
         self._peak_bytes = 0
         """Saved tensors at the worst moment of the next pass."""
-        self._slack_bytes = _MIN_SLACK_BYTES
 
     def enter(self, mode: HeapMode) -> None:
         """Begin a pass, or give the one under way another mode. Where memory is scarce, ``TRIM`` is ``MAP_EACH``."""
@@ -93,7 +92,7 @@ class HeapPolicy:
             trim()
         self._has_holes = not keeps
         self._is_watched = mode is HeapMode.TRIM
-        self._next_look_s = 0.0
+        self._looked_bytes = -_LOOK_BYTES
         if mode is HeapMode.MAP_EACH:
             self._threshold.fix()
         elif mode is HeapMode.TRIM and self._reuses:
@@ -101,19 +100,17 @@ class HeapPolicy:
         else:
             self._threshold.restore()
 
-    def expect(self, peak_bytes: int, saved_bytes: int, room_bytes: int | None = None) -> None:
-        """What the next pass that moves will take; before it enters. What is known of such passes outlasts others.
+    def expect(self, peak_bytes: int, room_bytes: int | None = None) -> None:
+        """Note what the next pass that moves will take, before it enters. What is known of such passes outlasts others.
 
         Args:
-            peak_bytes: memory of saved tensors at the worst moment, as far as anybody knows.
-            saved_bytes: of all that is saved, moved or not.
+            peak_bytes: memory of saved tensors at the worst moment, as far as it is known.
             room_bytes: what these and free memory may take together; ``None``: unknown.
         """
-        self._slack_bytes = min(max(int(_SLACK_SHARE * saved_bytes), _MIN_SLACK_BYTES), _MAX_SLACK_BYTES)
-        self._is_scarce = room_bytes is not None and room_bytes < peak_bytes + self._slack_bytes
-        if abs(peak_bytes - self._peak_bytes) > self._slack_bytes:
+        self._is_scarce = room_bytes is not None and room_bytes < peak_bytes + _SLACK_BYTES
+        if abs(peak_bytes - self._peak_bytes) > _SLACK_BYTES:
             self._needed_bytes = 0  # such passes are no longer the same
-        self._needed_bytes = max(self._needed_bytes - self._slack_bytes // 8, 0)
+        self._needed_bytes = max(self._needed_bytes - _SLACK_BYTES // 8, 0)
         self._peak_bytes = peak_bytes
 
     @property
@@ -125,31 +122,33 @@ class HeapPolicy:
         """Return what is resident and free between passes: memory that the next one can have besides."""
         return 0 if self._threshold is None else free_heap_bytes()
 
-    def look(self) -> None:
+    def look(self, saved_bytes: int) -> None:
         """Give free memory back where there is too much of it. Called often, by workers too, so that nothing is raised.
 
-        Forward calls it as it saves, since its largest tensors may not fit into what is free. Backward does not:
-        trimming takes milliseconds.
+        Forward calls it as it saves, since its largest tensors may not fit into what is free. Backward, which saves
+        nothing, trims once at most: trimming takes milliseconds.
+
+        Args:
+            saved_bytes: saved in the whole run so far.
         """
-        now_s = time.perf_counter()
-        if not self._is_watched or now_s < self._next_look_s:
+        if not self._is_watched or saved_bytes < self._looked_bytes + _LOOK_BYTES:
             return
         looking = self._looking
         if looking.acquire(blocking=False):
             try:
                 self._look()
             finally:
-                self._next_look_s = now_s + _LOOK_S
+                self._looked_bytes = saved_bytes
                 looking.release()
 
     def _look(self) -> None:
         try:
             level = self._level()
-            if level > self._needed_bytes + self._slack_bytes:
+            if level > self._needed_bytes + _SLACK_BYTES:
                 needed_bytes = self._without_free(level)
                 self._needed_bytes = max(self._needed_bytes, needed_bytes)
         except (OSError, ValueError, IndexError):
-            # Out of file descriptors, say, or somebody has closed ours: memory can return a millisecond later.
+            # Out of file descriptors, or a program has closed ours: memory can return at the next look.
             return
 
     def _without_free(self, level: int) -> int:
@@ -157,7 +156,7 @@ class HeapPolicy:
         besides_blocks = besides_blocks_bytes()
         if besides_blocks is not None and self._unheaped_bytes is not None:
             free = max(besides_blocks - self._unheaped_bytes, 0)
-            if free <= self._slack_bytes:
+            if free <= _SLACK_BYTES:
                 # Such as gradients and what a loss needs: trimming would take holes from tensors that come next.
                 return level - free
         trim()

@@ -25,7 +25,7 @@ class HostMemoryBudget:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that nobody has taken."""
+        """Bytes that are not taken."""
         return self._left_bytes
 
     def share(self) -> BudgetShare:
@@ -45,7 +45,7 @@ class HostMemoryBudget:
 
 
 class BudgetShare:
-    """What one user has taken from a :class:`HostMemoryBudget`."""
+    """The part that one user has taken from a :class:`HostMemoryBudget`."""
 
     def __init__(self, host_budget: HostMemoryBudget) -> None:
         self.host_budget = host_budget

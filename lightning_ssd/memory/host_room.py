@@ -11,7 +11,7 @@ from lightning_ssd.memory.readings import host_available_bytes
 __all__ = ["AMPLE", "HostRoom"]
 
 AMPLE = 2
-"""Times what waits: as much again may be needed that nobody has seen yet."""
+"""Times what waits: as much again may be needed that was not seen yet."""
 _LOOK_S = 1.0
 
 
@@ -29,7 +29,7 @@ class HostRoom:
         self._next_look_s = 0.0
 
     def available_bytes(self, waiting_bytes: int) -> float:
-        """Return what can still be had, with so many bytes of files that may be in the page cache; 0: nobody tells.
+        """Return what can still be had, with so many bytes of files that may be in the page cache; 0: unknown.
 
         Raises:
             OSError: the system does not let itself be asked, such as with too many open files.

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
-"""Of PyTorch: set to 1, large CPU tensors begin with a page, and lie in huge pages."""
+"""Variable of PyTorch: set to 1, large CPU tensors begin with a page, and lie in huge pages."""
 
 _KIB = 1024
 _C_LIBRARIES = ("libc.", "libc-", "ld-")
@@ -110,7 +110,7 @@ def has_whole_pages() -> bool:
     makes. Nothing tells so; but otherwise glibc never returns such an address.
     """
     libc, _ = _glibc()
-    with _disable_current_modes():  # of somebody who fakes tensors meanwhile
+    with _disable_current_modes():  # of a program that fakes tensors meanwhile
         tensors = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in (4 << 20, 5 << 20, 33 << 20)]
     return libc is not None and all(tensor.data_ptr() % PAGE_BYTES == 0 for tensor in tensors)
 
@@ -187,7 +187,7 @@ class MallocThreshold:
             nbytes: allocations from this size up are mapped; 4 KiB to 32 MiB.
         """
         if not 4 * _KIB <= nbytes <= 32 << 20:
-            raise ConfigError(f"MallocThreshold.nbytes={nbytes!r}; allowed: an integer from 4096 to {32 << 20}")
+            raise ConfigError(f"MallocThreshold.nbytes={nbytes!r}; give an integer from 4096 to {32 << 20}")
         self.nbytes = nbytes
         self._libc, self.reason = _glibc()
 
@@ -287,8 +287,8 @@ class _HeldHoles:
     """Occupies the free holes of the heap without touching them, so that tensors do not land in them.
 
     glibc looks for a hole before it maps an allocation, whatever the threshold. After training without offloading the
-    heap is full of large holes; a tensor that is freed there leaves its pages resident until somebody trims. A block
-    that nobody writes to costs addresses only.
+    heap is full of large holes; a tensor that is freed there leaves its pages resident until the heap is trimmed. A
+    block that is never written to costs addresses only.
     """
 
     _M_MMAP_THRESHOLD = -3
@@ -332,7 +332,7 @@ class _HeldHoles:
 
 
 def _user_setting(name: str, default: int) -> int:
-    """What the user told glibc itself through the environment, if it is a number that mallopt can take."""
+    """Return what the user told glibc itself through the environment, if it is a number that mallopt can take."""
     settings = [os.environ.get(f"MALLOC_{name.upper()}_", "")]
     for tunable in os.environ.get("GLIBC_TUNABLES", "").split(":"):
         key, _, value = tunable.partition("=")

@@ -36,7 +36,7 @@ def file_page_bytes(address: int, nbytes: int) -> int:
 
 
 def _flags(address: int, nbytes: int) -> bytes:
-    """Of each page, the highest byte of its entry."""
+    """Return the highest byte of each page's entry."""
     first = address // PAGE_BYTES
     count = round_up(address + nbytes, PAGE_BYTES) // PAGE_BYTES - first
     fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)

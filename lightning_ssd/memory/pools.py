@@ -225,7 +225,7 @@ class ReloadPool:
             OffloaderClosedError: after close.
         """
         if not 0 <= phase < memory_alignment:
-            raise ValueError(f"phase={phase}; allowed: 0 up to {memory_alignment - 1}, the alignment less one")
+            raise ValueError(f"phase={phase}; give 0 up to {memory_alignment - 1}, the alignment less one")
         if nbytes < _SMALL_NBYTES:
             return _small_storage(nbytes, phase, memory_alignment)
         need = round_up(phase + nbytes, PAGE_BYTES)
@@ -267,7 +267,7 @@ class ReloadPool:
         with self._lock:
             self._closed = True
             spare, self._spare = self._spare, []
-            # Without a loan nobody is told when torch lets go, and the memory goes with its last reference.
+            # Without a loan no callback tells when torch lets go, and the memory goes with its last reference.
             self._lent.clear()
             self._returned.clear()
         del spare

@@ -51,9 +51,9 @@ class MemoryReadings:
     host_peak_bytes: int | None = None
     """Its peak since the process started or since :func:`reset_host_peak`."""
     device_bytes: int | None = None
-    """What PyTorch's allocator has handed out there."""
+    """Bytes that PyTorch's allocator has handed out there."""
     device_peak_bytes: int | None = None
-    """Its peak since the process started or since anybody's ``reset_peak_memory_stats``."""
+    """Its peak since the process started or since the latest ``reset_peak_memory_stats``."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -187,7 +187,7 @@ def capacity_bytes(device: torch.device) -> int | None:
 
 
 def host_available_bytes(cached_bytes: int = 0) -> int | None:
-    """What can still be allocated without swapping or being killed: machine and cgroup, whichever has less.
+    """Return the bytes that can still be allocated without swapping or being killed: the less of machine and cgroup.
 
     Args:
         cached_bytes: see :func:`cgroup_available_bytes`.

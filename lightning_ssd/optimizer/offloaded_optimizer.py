@@ -133,6 +133,11 @@ class OffloadedOptimizer(Optimizer):
         return not self._num_steps and any(self._states.lent.values())
 
     @property
+    def is_incomplete(self) -> bool:
+        """Whether a step was broken off, so that weights and states are partly new: further steps are refused."""
+        return self._broken is not None or self._stepping_thread is not None
+
+    @property
     def is_stepping_here(self) -> bool:
         """Whether this thread has begun a step and not ended it, so that a signal handler or a finalizer asks."""
         return self._stepping_thread == threading.get_ident()

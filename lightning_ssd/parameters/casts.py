@@ -1,4 +1,4 @@
-"""What autocast makes of weights that wait: copies in another type, which are saved like activations."""
+"""Copies that autocast makes of weights that wait: copies in another type, which are saved like activations."""
 
 from __future__ import annotations
 

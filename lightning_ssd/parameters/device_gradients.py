@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 class DeviceGradients:
     """The gradients of one process that wait away from its device.
 
-    Note [whose gradient]: nobody but its parameter may have the tensor, where no class is asked: no graph, no other
+    Note [whose gradient]: its parameter alone may have the tensor, where no class is asked: no graph, no other
     parameter. Else it stays. Objects of Python may have it, since its class tells of each use.
 
     Args:
@@ -142,7 +142,7 @@ class DeviceGradients:
 
     @property
     def stats(self) -> WeightStats:
-        """Of what has moved, where no weights wait."""
+        """Counters of what has moved, where no weights wait."""
         ssd = self._tiers.ssd
         return WeightStats(
             nbytes=0,
@@ -224,14 +224,14 @@ class _GradientMemory(DeviceMemory):
 
 
 class GradientPager(DevicePager):
-    """Brings gradients of a device back before anybody gets to them. Each is a unit of its own."""
+    """Brings gradients of a device back before any code gets to them. Each is a unit of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self._coming: dict[int, list[Unit[DeviceMemory]]] = {}
-        """Of parameters to whose gradients autograd is about to add, by their numbers, the units of these."""
+        """Units of gradients to which autograd is about to add, by the numbers of their parameters."""
         self._hooks: dict[int, ParameterHooks] = {}
-        """Of the parameters whose gradients wait, by their numbers: all that refers to them."""
+        """All that refers to the parameters whose gradients wait, by their numbers."""
 
     def know(self, parameter: torch.Tensor, handles: Sequence[RemovableHandle]) -> None:
         """Gradients of this parameter wait from now on, by these hooks."""

@@ -1,9 +1,9 @@
 """The memory of one weight on a device: it goes and comes back in place, and its bytes wait on a tier.
 
 A weight keeps its identity, its storage object and its version: only the memory under the storage is given back
-(``resize_(0)``), as FSDP2 does with what it has gathered. So whoever comes by a door finds the weight that he knows.
+(``resize_(0)``), as FSDP2 does with what it has gathered. So code that comes by a door finds the weight that it knows.
 What no door sees would find no memory at all. Hence the rule of :meth:`DeviceMemory.send_out`: bytes leave only if
-nobody but the model's own parameters holds the storage.
+the model's own parameters alone hold the storage.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class DeviceMemory:
 
     @property
     def may_change_unseen(self) -> bool:
-        """Whether an optimizer may update it that nobody knows, and that may write past its version."""
+        """Whether an unknown optimizer may update it, which may write past its version."""
         if self.is_updated_here:
             return False
         with torch._C.DisableTorchFunctionSubclass():
@@ -121,16 +121,16 @@ class DeviceMemory:
             return
         if self._arrived is not None:
             self._copies.wait_on_current_stream(self._arrived)
-        with _disable_current_modes():  # of somebody who traces, or fakes, what he does with the weight
+        with _disable_current_modes():  # of a program that traces, or fakes, what it does with the weight
             self._copies.protect(storage_bytes(storage, 0, self.nbytes))
 
     def await_copy(self) -> None:
-        """Block until the bytes are here: streams may use them that nobody will tell of."""
+        """Block until the bytes are here: streams may use them that are not known."""
         if self._arrived is not None:
             self._arrived.synchronize()
 
     def end_use(self) -> None:
-        """Of :meth:`begin_use`."""
+        """End what :meth:`begin_use` began."""
         self.num_users = max(self.num_users - 1, 0)
         if self._kept is not None and len(self.tensors) == len(self._tensors):
             self._kept = None  # no parameter has got another storage
@@ -143,11 +143,11 @@ class DeviceMemory:
                 guard(tensor, self._door)
 
     def keep_storage(self) -> None:
-        """Before a parameter gets another storage: whoever has saved it may want this one yet."""
+        """Before a parameter gets another storage: a graph that has saved it may want this one yet."""
         self._kept = self.key.resolve()
 
     def expose(self) -> None:
-        """Before somebody gets hold of the bytes who may change them without a sign: keep them, to compare.
+        """Before a program gets hold of the bytes that may change them without a sign: keep them, to compare.
 
         Where there is no memory for that they count as changed.
         """
@@ -162,7 +162,7 @@ class DeviceMemory:
                 self._exposed = None
 
     def note_training(self) -> None:
-        """It is used by what may be differentiated: if it is trained, somebody is going to update it."""
+        """It is used by what may be differentiated: if it is trained, an optimizer is going to update it."""
         self._has_trained = self._has_trained or self.is_trained
 
     def will_change(self) -> None:
@@ -173,7 +173,7 @@ class DeviceMemory:
         self._forget_copy()
 
     def _forget_copy(self) -> None:
-        """Nobody wants what a tier has, or what is being written."""
+        """Forget what a tier has, or what is being written: it is not wanted."""
         self._writer = None
         former, self._copy = self._copy, None
         if former is not None:
@@ -182,7 +182,7 @@ class DeviceMemory:
     # -- down ------------------------------------------------------------------------------------------------------
 
     def send_out(self) -> bool:
-        """Give the memory back if that can be proved to cost nobody a number; return whether it was.
+        """Give the memory back if that is proved to change no number; return whether it was.
 
         Where no tier has the present bytes their write begins, and a later call gives the memory back.
         """
@@ -199,7 +199,7 @@ class DeviceMemory:
             self.begin_write()
             return False
         self.close_door()
-        if self._arrived is not None:  # nobody has used what came: the copy may be under way still
+        if self._arrived is not None:  # what came was not used: the copy may be under way still
             self._copies.wait_on_current_stream(self._arrived)
         self.is_here = False
         self._arrived = None
@@ -212,7 +212,7 @@ class DeviceMemory:
         return self._copy is not None and self._copy_stamp == self._stamp()
 
     def _is_alone(self, storage: torch.UntypedStorage) -> bool:
-        """Whether nobody but the parameters holds the storage: no view, no graph, no object of Python, no process."""
+        """Whether the parameters alone hold the storage: no view, no graph, no object of Python, no process."""
         tensors = self.tensors
         num_alive = sum(reference() is not None for reference in self._tensors)
         return (
@@ -229,7 +229,7 @@ class DeviceMemory:
         return _is_held_by_python_alone(tensor)
 
     def _settle_exposed(self, storage: torch.UntypedStorage) -> None:
-        """Nobody can change the bytes any more who got hold of them: have they been changed?"""
+        """Return whether bytes were changed that a program had got hold of, and can change no more."""
         if not self._is_exposed:
             return
         before, self._exposed = self._exposed, None
@@ -240,7 +240,7 @@ class DeviceMemory:
     def begin_write(self) -> Latch | None:
         """Have the present bytes written; return what opens when that has ended. ``None``: there is nothing to do.
 
-        What a tier has of earlier is given back before: nobody will ever want it, and its place may be needed.
+        What a tier has of earlier is given back before: it will never be wanted, and its place may be needed.
         """
         if self._writer is not None and self._writer.stamp == self._stamp():
             return self._writer.ended
@@ -255,7 +255,7 @@ class DeviceMemory:
             try:
                 if tier.write(writer, self.nbytes, after, label=self.label):
                     return writer.ended
-            except BaseException:  # an interrupt: nobody may wait for what was not submitted
+            except BaseException:  # an interrupt: no thread may wait for what was not submitted
                 self._writer = None
                 raise
             self._writer = None
@@ -282,7 +282,7 @@ class DeviceMemory:
     # -- up --------------------------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Take memory for the bytes, on the current stream. Nobody may use it before they are there.
+        """Take memory for the bytes, on the current stream. It must not be used before they are there.
 
         Raises:
             torch.OutOfMemoryError: there is none.
@@ -346,7 +346,7 @@ class DeviceMemory:
         self._forget_copy()
 
     def forget(self) -> None:
-        """Nobody holds the storage any more."""
+        """Let go: the storage is held no more."""
         forget_door(self.key.cdata)
         self._forget_copy()
 
@@ -435,7 +435,7 @@ def _references(storage: torch.UntypedStorage) -> int:
 
 @cache
 def _references_of_one() -> int:
-    """To a storage object that nobody else refers to, seen as in :meth:`DeviceMemory.send_out`."""
+    """To a storage object that nothing else refers to, seen as in :meth:`DeviceMemory.send_out`."""
 
     def is_alone(storage: torch.UntypedStorage) -> int:
         return _references(storage)

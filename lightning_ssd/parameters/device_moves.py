@@ -23,7 +23,7 @@ __all__ = ["DeviceMoves"]
 
 
 class DeviceMoves(Pager[DeviceMemory]):
-    """Of a device. Who asks for a weight, and why: ``device_pager.py``."""
+    """Moves weights of a device. Who asks for a weight, and why: ``device_pager.py``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class DeviceMoves(Pager[DeviceMemory]):
         self._lingering: set[Unit[DeviceMemory]] = set()
         """Units of which something could not leave when it should have."""
         self._staying: set[int] = set()
-        """Units that hooks of somebody else may hold until the backward is over."""
+        """Units that hooks of the program may hold until the backward is over."""
 
     def _hold(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
         """Bring a weight back if it is away, and begin to use it. One whose last tensor has gone needs no bytes.
@@ -150,7 +150,7 @@ class DeviceMoves(Pager[DeviceMemory]):
                 weight.memory.make_room()
 
     def _make_room(self, *, except_for: Unit[DeviceMemory] | None) -> None:
-        """Send out what nobody uses now."""
+        """Send out what is not used now."""
         with self._lock:
             for unit in list(self.units):
                 if unit is not except_for:

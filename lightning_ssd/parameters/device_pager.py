@@ -1,4 +1,4 @@
-"""Brings weights of a device back before anybody gets to them.
+"""Brings weights of a device back before any code gets to them.
 
 They come by five doors: the forward of their unit, the saved tensor that backward asks for, the update by an offloaded
 optimizer, any other use (``guard.py``), and the end, when all come back.
@@ -224,7 +224,8 @@ class DevicePager(DeviceMoves):
                 weight.memory.num_users = 0
                 weight.memory.close_door()
                 if weight.memory.key.alive() and not weight.memory.tensors:
-                    # They have other storages, and nobody needs the copy: who has saved this storage holds it.
+                    # They have other storages, and the copy is not needed: a graph that has saved this storage holds
+                    # it.
                     weight.memory.release()
                     self._drop(unit, weight)
         for unit, weight in places:
@@ -287,7 +288,7 @@ class DevicePager(DeviceMoves):
             raise refusal
 
     def _too_many(self, num: int) -> str:
-        """What has become of those for which the device has no memory."""
+        """Return what has become of those for which the device has no memory."""
         return f"{num} weights do not fit on the device together with the others, and are on the CPU now"
 
     def close(self) -> None:
@@ -321,7 +322,7 @@ class DevicePager(DeviceMoves):
         super()._drop(unit, weight)
 
     def put_away(self, weight: Weight[DeviceMemory]) -> None:
-        """Write a weight if need be, wait for that, and give its memory back if nobody needs it.
+        """Write a weight if need be, wait for that, and give its memory back if it is not needed.
 
         Raises:
             StorageError: no tier takes it. It stays in memory, and waits no more.
@@ -343,7 +344,7 @@ _guarding_lost_weights: list[DevicePager] = []
 
 
 class SavedDeviceWeight:
-    """What autograd holds of a saved weight: which it is, and which view of it. It holds none of the memory.
+    """Stands in autograd for a saved weight: which it is, and which view of it. It holds none of the memory.
 
     It holds the parameters, without which the storage would be gone. It also refers to them weakly, so that PyTorch
     refuses to swap them, as it does what a graph has saved itself.

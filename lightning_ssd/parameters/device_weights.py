@@ -1,7 +1,7 @@
 """Weights of a device that wait in host memory and on drives between their uses.
 
 What moves where: the bytes of a weight go to the host tier as long as that has room, then to the SSD tier, once; each
-use brings them back into the weight's own storage (see ``device_memory.py``). They are written again when somebody has
+use brings them back into the weight's own storage (see ``device_memory.py``). They are written again when a program has
 changed them: those that are trained, after each update.
 """
 
@@ -134,7 +134,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
                 self._take_over(one, [("", None)], [])
 
     def _may_move_in(self, weights: SharedWeights) -> bool:
-        """A gradient has to be on the device of its weight: whoever moves the module moves both."""
+        """A gradient has to be on the device of its weight: moving the module moves both."""
         return self._may_wait(weights) and all(tensor.grad is None for tensor in weights.tensors)
 
     def _check_room(self, new: Sequence[SharedWeights]) -> None:
@@ -145,11 +145,11 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         with StatusLine(f"Writing {format_sizes(nbytes)[0]} of weights" if nbytes else None) as line:
             for place in places:
                 weight = self._begin(new.pop(0))
-                # While the model is built nobody knows what is used together: each comes by itself.
+                # While the model is built it is unknown what is used together: each comes by itself.
                 own = (f"{place[0]} {weight.memory.key.cdata}", None)
                 self.pager.add(own if place[1] is None else place, weight)
                 if self._accelerator is not None:
-                    self._accelerator.synchronize()  # nobody knows which streams have used it before its door was shut
+                    self._accelerator.synchronize()  # unknown streams may have used it before its door was shut
                 self.pager.put_away(weight)
                 line.update()
         while trained:
@@ -189,7 +189,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         )
 
     def _may_leave(self) -> bool:
-        """A graph that was captured while they stayed reads them at their addresses, and tells nobody."""
+        """A graph that was captured while they stayed reads them at their addresses, without a sign."""
         device = self._accelerator
         return device is None or not (device.is_capturing() or device.may_have_graphs())
 
@@ -198,7 +198,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         return self._tiers.ssd.progress().written_bytes, self._tiers.ssd.disk_bytes
 
     def close(self) -> None:
-        """Bring all weights back, and let nobody be asked any more. Idempotent.
+        """Bring all weights back, and ask no door any more. Idempotent.
 
         What does not fit on the device is given to the host's memory, with a warning.
 

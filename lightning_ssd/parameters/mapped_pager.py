@@ -13,10 +13,10 @@ __all__ = ["MappedPager", "bring_in"]
 
 
 class MappedPager(Pager[MappedStorage]):
-    """On a CPU, where weights are parts of files: pages come and go, and whoever touches one finds its bytes.
+    """On a CPU, where weights are parts of files: pages come and go, and a touch of one finds its bytes.
 
     Args:
-        room: memory that may be filled; ``None``: somebody has asked for less of it, or it is for weights to stay in.
+        room: memory that may be filled; ``None``: the user has asked for less of it, or it is for weights to stay in.
     """
 
     def __init__(self, room: HostRoom | None = None) -> None:
@@ -26,9 +26,9 @@ class MappedPager(Pager[MappedStorage]):
         self._has_room = False
 
     def _request_ahead(self, unit: Unit[MappedStorage]) -> None:
-        """What is frozen comes to the page cache, and to the memory of this process when its use begins, unless there
+        """Bring what is frozen to the page cache, and to the memory of this process when its use begins, unless there
         is room for it: to be mapped by the reader it takes waking that, on cores that the model keeps busy. Where
-        anything is trained, gradients that wait to be written would drive out of the page cache what nobody maps.
+        anything is trained, gradients that wait to be written would drive out of the page cache what is not mapped.
         """
         self._next.ask(() if self._has_room else _frozen(unit))
         if self._comes_ahead(unit):
@@ -65,7 +65,7 @@ class MappedPager(Pager[MappedStorage]):
         self._further.close()
 
     def _read(self, unit: Unit[MappedStorage], latch: Latch) -> None:
-        """What nobody expects any more by the time that it has come leaves again."""
+        """Read a unit. It leaves again if it is no longer expected when it has come."""
         super()._read(unit, latch)
         with self._lock:
             if unit is not self._ahead and unit is not self._in_backward:
@@ -109,6 +109,6 @@ def bring_in(weight: Weight[MappedStorage], *, to_stay: bool = False) -> None:
 
 
 def _frozen(unit: Unit[MappedStorage]) -> list[Read]:
-    """What reads the frozen weights of a unit that is neither in memory nor on its way there."""
+    """Return what reads the frozen weights of a unit that is neither in memory nor on its way there."""
     is_away = unit.resident_bytes is None and unit.coming is None
     return [weight.memory.read for weight in unit.weights if is_away and weight.is_frozen]

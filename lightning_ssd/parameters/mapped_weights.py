@@ -1,6 +1,6 @@
 """Weights of a CPU that wait in files between their uses.
 
-A weight's memory is a part of a file, whose pages leave after a use and come back ahead of the next one. Whoever
+A weight's memory is a part of a file, whose pages leave after a use and come back ahead of the next one. Code that
 touches a weight in between, by whatever way, finds its bytes: that costs page faults and never a number.
 """
 
@@ -42,9 +42,9 @@ _TRIM_BYTES = 64 << 20
 class MappedWeights(PagedWeights[MappedStorage]):
     """On a CPU.
 
-    Note [exactness]: a weight is taken over only if nobody but its parameters holds its memory; then the parameters are
-    given other memory with the same bytes, which shows a file that nobody else knows. Nothing that is done to it later
-    can be lost: the mapping is shared with the file, so that the kernel keeps what is written through any view. A fork
+    Note [exactness]: a weight is taken over only if its parameters alone hold its memory; then the parameters are given
+    other memory with the same bytes, which shows a file that is known to us alone. Nothing that is done to it later can
+    be lost: the mapping is shared with the file, so that the kernel keeps what is written through any view. A fork
     would see what its parent writes later, and so sees nothing at all.
 
     Args:
@@ -81,7 +81,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         self._exchange = threading.Lock()
 
     def _must_move(self, weight: Weight[MappedStorage], weights: SharedWeights, *, beside_frozen: bool) -> bool:
-        """What is trained has no place among what is frozen, nor in a file of the user's."""
+        """Whether it is trained, and so has no place among what is frozen, nor in a file of the user's."""
         if weights.is_frozen:
             return False
         return isinstance(weight.memory, SourceStorage) or (beside_frozen and self._files.is_still(weight.memory))
@@ -103,7 +103,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         self._uninterrupted(partial(self._take_all, new, places, trained), doing)
 
     def move_in(self, module: nn.Module) -> None:
-        """What was taken over while the model was built, and is trained, comes back before
+        """Bring back what was taken over while the model was built, and is trained, before
         ``DistributedDataParallel`` holds it, since its memory could not be exchanged then.
         """
         found = shared_weights(module, self._min_nbytes, self._device)
@@ -177,7 +177,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         source = self._sources.show(weights.storage, weights.slices) if weights.is_frozen else None
         if source is not None:
             return source
-        # While a model is built nobody knows what of it will be trained.
+        # While a model is built it is unknown what of it will be trained.
         changes = not self._builders and not weights.is_frozen
         return self._files.write(weights.storage, changes=changes)
 
@@ -196,8 +196,8 @@ class MappedWeights(PagedWeights[MappedStorage]):
         files when it is touched, and takes when it needs the room. The files go with the last weight. Idempotent.
 
         Raises:
-            StorageError: the drive has lost what was written to a weight in place, or somebody has changed what some
-                wait in.
+            StorageError: the drive has lost what was written to a weight in place, or another program has changed what
+                some wait in.
         """
         if self.pager.is_closed:
             return
@@ -218,7 +218,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
 
 
 def _shown_bytes(storage: torch.UntypedStorage) -> int:
-    """Of pages of a file that are in memory; 0 where the system does not tell."""
+    """Return the bytes of pages of a file that are in memory; 0 where the system does not tell."""
     try:
         return file_page_bytes(storage.data_ptr(), storage.nbytes())
     except OSError:
@@ -226,7 +226,7 @@ def _shown_bytes(storage: torch.UntypedStorage) -> int:
 
 
 def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The same bytes in memory that is aligned as it was; PyTorch's own begins with a whole vector."""
+    """Return these bytes in memory that is aligned as it was; PyTorch's own begins with a whole vector."""
     tensor, start = torch.empty(0, dtype=torch.uint8).set_(storage), storage.data_ptr() % VECTOR_BYTES
     if not start:
         return tensor.clone().untyped_storage()
@@ -242,7 +242,7 @@ def _show(weights: SharedWeights, storage: torch.UntypedStorage) -> None:
 
 
 class _Stop:
-    """Tells a thread that whoever has asked for its work has gone on.
+    """Tells a thread that the caller has gone on.
 
     Args:
         exchange: held while memory is exchanged.

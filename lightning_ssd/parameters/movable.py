@@ -1,4 +1,4 @@
-"""What a decision on weights needs to know of those that could wait."""
+"""The facts of weights that could wait, for the decision on them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class MovableWeights:
     """The unit that they are brought in with."""
     is_frozen: bool
     trained_bytes: int
-    """Of those that are trained."""
+    """Bytes of those that are trained."""
     nbytes: int
-    """Of the storage, also while its memory is away."""
+    """Bytes of the storage, also while its memory is away."""
     waits: bool
     """Whether they do now."""
     is_held: bool
@@ -31,7 +31,7 @@ class MovableWeights:
     comes_ahead: bool
     """Whether they come to memory before their use begins, rather than when it does."""
     shown_bytes: int = 0
-    """Of pages of a file that are in memory, and leave when the weights wait."""
+    """Bytes of pages of a file that are in memory, and leave when the weights wait."""
 
     @classmethod
     def of(cls, weights: SharedWeights, place: Place, **facts: Any) -> MovableWeights:

@@ -2,7 +2,7 @@
 
 As soon as a gradient has been accumulated, its bytes go to a file, and memory that shows it becomes the parameter's
 ``grad``. They are in the system's page cache then, which writes them to the drive where memory is short or time has
-passed. Whoever asks for the gradient finds its bytes, and accumulating adds to them in place.
+passed. A use of the gradient finds its bytes, and accumulating adds to them in place.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _log = logging.getLogger(__name__)
 class PagedGradients:
     """The gradients of one process that wait in files.
 
-    Note [whose memory]: a gradient is exchanged only if nobody but its parameter has it: neither the tensor nor its
-    memory. The memory of one step's gradient serves the next one's, unless somebody still has the old one.
+    Note [whose memory]: a gradient is exchanged only if its parameter alone has it: neither the tensor nor its
+    memory. The memory of one step's gradient serves the next one's, unless the program still has the old one.
 
     Args:
         files: where they wait.
@@ -69,7 +69,7 @@ class PagedGradients:
         """The sharded parameters whose gradients are to stay, by number."""
         self._memory: dict[int, FiledStorage] = {}
         self._retired: list[FiledStorage] = []
-        """Memory that somebody else still had when its parameter needed some."""
+        """Memory that the program still had when its parameter needed some."""
         self._has_warned = self._is_closed = False
         self._pid = os.getpid()
         # Guards the exchange of memory against closing; again from a signal handler. A leaf lock but for the arenas'.
@@ -199,7 +199,7 @@ class PagedGradients:
                 mapped.send_out()
 
     def _moved(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The same values in memory that shows a file; ``None``: there is no room."""
+        """Return these values in memory that shows a file; ``None``: there is no room."""
         mapped, start = self._memory.get(id(parameter)), gradient.data_ptr() % VECTOR_BYTES
         try:
             if mapped is None or (mapped.nbytes, mapped.start) != (gradient.nbytes, start) or mapped.key.alive():
@@ -291,7 +291,7 @@ def _counts(parameter: torch.Tensor) -> tuple[int, int, int]:
 
 @functools.cache
 def _counts_of_one() -> tuple[int, int, int]:
-    """The same for a gradient that only its parameter has, just accumulated."""
+    """Return the counts of a gradient that only its parameter has, just accumulated."""
     found: list[tuple[int, int, int]] = []
     with torch.enable_grad(), torch.inference_mode(False):
         parameter = torch.zeros(2, requires_grad=True)

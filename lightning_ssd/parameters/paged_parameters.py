@@ -35,9 +35,9 @@ class PagedParameters:
     weights: PagedWeights[Any] | None = None
     gradients: PagedGradients | DeviceGradients | None = None
     files: WeightFiles | None = None
-    """Of both, on a CPU."""
+    """Files of both, on a CPU."""
     pages: UpdatePages | None = None
-    """Of both, around an update on a CPU."""
+    """Pages of both, around an update on a CPU."""
     freed: FreedMemory | None = None
     """Where gradients wait in files."""
 
@@ -106,7 +106,7 @@ class PagedParameters:
 
     @property
     def steps(self) -> StepMemory | None:
-        """Wants to know of what comes and goes in a step; ``None``: nobody decides by it."""
+        """The memory of steps, which is told what comes and goes in one; ``None``: nothing is decided by it."""
         residents = None if self.weights is None else self.weights.residents
         return None if residents is None else residents.steps
 
@@ -143,8 +143,8 @@ class PagedParameters:
         """A backward is over.
 
         Raises:
-            StorageError: a drive has refused changed weights or gradients, which may be lost; or somebody has changed
-                a file that frozen weights wait in.
+            StorageError: a drive has refused changed weights or gradients, which may be lost; or another program has
+                changed a file that frozen weights wait in.
         """
         self.send_out()
         if self.freed is not None:
@@ -155,7 +155,7 @@ class PagedParameters:
             self.files.look_for_losses()
 
     def added_to(self, stats: OffloadStats) -> OffloadStats:
-        """The same counters, with those of the weights."""
+        """Return the counters, with those of the weights."""
         if self.weights is not None:
             return stats.with_weights(self.weights.stats)
         return stats.with_weights(self.gradients.stats) if isinstance(self.gradients, DeviceGradients) else stats

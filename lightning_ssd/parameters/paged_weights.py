@@ -95,11 +95,11 @@ class PagedWeights(ABC, Generic[Memory]):
 
     @abstractmethod
     def _put_away(self, weight: Weight[Memory]) -> None:
-        """Of a weight that waits already, and was touched while the model was built."""
+        """Put away a weight that waits already, and was touched while the model was built."""
 
     @abstractmethod
     def _movable(self, weights: SharedWeights, place: Place) -> MovableWeights:
-        """What residents are to know of weights that could wait."""
+        """Return what residents are to know of weights that could wait."""
 
     @abstractmethod
     def close(self) -> None:
@@ -108,7 +108,7 @@ class PagedWeights(ABC, Generic[Memory]):
     # -- taking over ---------------------------------------------------------------------------------------------
 
     def register_module(self, module: nn.Module) -> None:
-        """Take over the weights of a module. Those that somebody else holds stay.
+        """Take over the weights of a module. Those that the program holds otherwise stay.
 
         Raises:
             BudgetError: the memory budget has no room for what cannot wait. Nothing was taken over.
@@ -135,7 +135,7 @@ class PagedWeights(ABC, Generic[Memory]):
             try:
                 self._take_over(new, [places[weights.names[0]] for weights in new], trained)
             except Exception:
-                new.clear()  # whoever handles the error has our frame, and what it holds would count as held
+                new.clear()  # a handler of the error has our frame, and what it holds would count as held
                 trained.clear()
                 raise
         self._name_units(module, places)
@@ -153,7 +153,7 @@ class PagedWeights(ABC, Generic[Memory]):
         """A backward is over.
 
         Raises:
-            StorageError: somebody has changed what weights wait in.
+            StorageError: another program has changed what weights wait in.
         """
 
     def _must_return(self, place: Place) -> bool:
@@ -161,7 +161,7 @@ class PagedWeights(ABC, Generic[Memory]):
         return False
 
     def move_in(self, module: nn.Module) -> None:
-        """Before all of a module is moved to where it is used, and before anybody else holds what of it is trained."""
+        """Before all of a module is moved to where it is used, and before other code holds what of it is trained."""
 
     def will_be_updated(self, optimizer: Optimizer) -> None:
         """An optimizer enters the pager's ``updating`` for each update of its parameters."""

@@ -1,8 +1,8 @@
 """Which weights are in memory: brought in ahead of their use, sent out behind it.
 
 What is guessed, and what threads do at once, is a matter of time and memory alone. That no weight is ever wrong is seen
-to by what moves them: on a CPU whoever touches one that is not in memory finds its bytes, a page at a time
-(``mapped_pager.py``); on a device it comes back before anybody gets to it (``device_pager.py``).
+to by what moves them: on a CPU a touch of one that is not in memory finds its bytes, a page at a time
+(``mapped_pager.py``); on a device it comes back before any code gets to it (``device_pager.py``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WeightMemory(Protocol):
     nbytes: int
 
     def forget(self) -> None:
-        """Nobody holds the storage any more: give its place on the drive back."""
+        """Give the place on the drive back: the storage is held no more."""
 
 
 class SavedElsewhere(Protocol):
@@ -70,7 +70,7 @@ class Weight(Generic[Memory]):
 
 
 class Unit(Generic[Memory]):
-    """What is brought in together: the weights of a block, of a module outside of all blocks, or shards that are
+    """Weights that are brought in together: those of a block, of a module outside of all blocks, or shards that are
     gathered together.
 
     Args:
@@ -87,7 +87,7 @@ class Unit(Generic[Memory]):
         self.num_windows = 0
         """Calls of its forward under way. Its pages stay as long."""
         self.resident_bytes: int | None = None
-        """What was brought in; ``None``: it is not in memory."""
+        """Bytes that were brought in; ``None``: it is not in memory."""
         self.coming: Latch | None = None
         """Opens when the read under way has ended."""
         self.error: BaseException | None = None
@@ -158,9 +158,7 @@ class Pager(ABC, Generic[Memory]):
         return found if found is not None and found.user() is place[1] else None
 
     def save(self, tensor: torch.Tensor, unit: Unit[Memory]) -> SavedElsewhere | None:
-        """What autograd is to hold of a saved weight, or of a view of one, in place of it; ``None``: it may be held
-        itself.
-        """
+        """Return what autograd is to hold in place of a saved weight, or of a view of one; ``None``: it may be held."""
         return None
 
     def find(self, storage: torch.UntypedStorage) -> Weight[Memory] | None:
@@ -180,7 +178,7 @@ class Pager(ABC, Generic[Memory]):
 
     @property
     def window_bytes(self) -> int:
-        """What may be in memory at a time, to be used."""
+        """Bytes that may be in memory at a time, to be used."""
         known = self._window_bytes  # once: another thread may forget it meanwhile
         if known is None:
             with self._lock:
@@ -190,13 +188,13 @@ class Pager(ABC, Generic[Memory]):
 
     @property
     def present_bytes(self) -> int:
-        """What is in memory, or on its way there. Takes no lock."""
+        """Bytes in memory, or on its way there. Takes no lock."""
         coming = [unit for unit in list(self.units) if unit.coming is not None and unit.resident_bytes is None]
         return self.resident_bytes + sum(weight.memory.nbytes for unit in coming for weight in list(unit.weights))
 
     @property
     def to_come_bytes(self) -> int:
-        """Of what may be in memory at a time, what is not present. Takes no lock once the former is known."""
+        """Bytes that may be in memory at a time, and are not present. Takes no lock once the former is known."""
         return 0 if self.is_closed else max(self.window_bytes - self.present_bytes, 0)
 
     # -- uses ----------------------------------------------------------------------------------------------------
@@ -294,7 +292,7 @@ class Pager(ABC, Generic[Memory]):
                 unit.num_windows = 0
                 for weight in [weight for weight in list(unit.weights) if not weight.memory.key.alive()]:
                     if not self.is_closed:
-                        weight.memory.forget()  # first: an interrupt would leave its place on the drive to nobody
+                        weight.memory.forget()  # first: an interrupt would lose its place on the drive
                     self._drop(unit, weight)
                 if unit is not self._ahead or not unit.weights:
                     self._send_out(unit, strays=True)
@@ -322,7 +320,7 @@ class Pager(ABC, Generic[Memory]):
         self._wait(unit, latch)
 
     def _is_late(self, unit: Unit[Memory], expected: Unit[Memory] | None) -> bool:
-        """Whether nobody has asked for a unit whose use begins."""
+        """Whether no thread has asked for a unit whose use begins."""
         return unit.resident_bytes is None and unit.coming is None
 
     def _wait(self, unit: Unit[Memory], latch: Latch | None) -> None:
@@ -368,13 +366,13 @@ class Pager(ABC, Generic[Memory]):
         return unit.coming
 
     def _is_idle(self, unit: Unit[Memory]) -> bool:
-        """Whether nobody uses it, and it is not on its way."""
+        """Whether it is not used, and is not on its way."""
         is_coming = unit.coming is not None and not unit.coming.is_open
         return not (self.is_closed or unit.num_windows or is_coming)
 
     @abstractmethod
     def _send_out(self, unit: Unit[Memory], *, strays: bool = False) -> None:
-        """Unless it is in use, or on its way. ``strays``: also where nobody has brought it in. The lock is held."""
+        """Unless it is in use, or on its way. ``strays``: also where it was not brought in. The lock is held."""
 
     @abstractmethod
     def _bring_in(self, unit: Unit[Memory]) -> None:
@@ -435,7 +433,7 @@ _pagers: list[weakref.ref[Pager[Any]]] = []
 
 
 def _after_fork() -> None:
-    """In a fork nobody reads, and the lock may be held for ever."""
+    """In a fork no thread reads, and the lock may be held for ever."""
     for reference in _pagers:
         pager = reference()
         if pager is not None:

@@ -42,7 +42,7 @@ _MAX_ASKED = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a policy lets a process take, and what training needs besides weights."""
+    """The memory that a policy lets a process take, and that training needs besides weights."""
 
     memory_budget: int | None = None
     activation_budget: int | None = None
@@ -51,7 +51,7 @@ class Needs:
     """Copies of each gradient that stays: ``DistributedDataParallel`` has another one in its buckets."""
     keeps_states: bool = True
     state_bytes: int = 0
-    """Of optimizer states that wait, what stays in memory from one step to the next."""
+    """Bytes of optimizer states that wait which stay in memory from one step to the next."""
     num_directories: int = 1
     """That states wait in."""
 
@@ -87,7 +87,7 @@ class _Decision:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of weights that wait."""
+        """Bytes of weights that wait."""
         return self.nbytes - self.kept_bytes
 
     def text(self) -> str:
@@ -123,7 +123,7 @@ class Residents:
         self.moved_bytes = 0
         """Weights that were told to wait, or to come back, by the last :meth:`reconsider`."""
         self.text = ""
-        """What was decided last, for the log."""
+        """The last decision, for the log."""
 
     def count_out(self, weights: PresentWeights) -> None:
         """Weights that wait: what they take to be used is not held."""
@@ -305,7 +305,7 @@ class Residents:
     def _check_budget(self, others_bytes: int, gradient_bytes: int, used_bytes: int, *, staying_bytes: int) -> None:
         """Whether the budget has room for what is in memory where all weights wait that can.
 
-        Optimizer states are not counted: nobody knows the optimizer yet.
+        Optimizer states are not counted: the optimizer is not known yet.
 
         Args:
             others_bytes: what the process holds besides these weights.
@@ -364,14 +364,14 @@ def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _gradient_bytes(parameters: Iterable[torch.Tensor], device_type: str) -> int:
-    """Of gradients that there are, and that do not wait."""
+    """Return the bytes of gradients that there are, and that do not wait."""
     found = [local_of(p.grad) for p in parameters if p.grad is not None]
     storages = {storage_of(g)._cdata: storage_of(g) for g in found if is_plain(g, device_type) and not is_guarded(g)}
     return sum(storage.nbytes() for storage in storages.values() if not is_mapped(storage))
 
 
 def _members(movable: Sequence[MovableWeights]) -> list[list[MovableWeights]]:
-    """What waits or stays together: what is frozen in a unit waits before what is trained in it."""
+    """Return groups that wait or stay together: what is frozen in a unit waits before what is trained in it."""
     members: dict[tuple[str, object | None, bool], list[MovableWeights]] = {}
     for weights in movable:
         members.setdefault((*weights.place, not weights.is_frozen), []).append(weights)
@@ -383,7 +383,7 @@ def _names_of(members: Sequence[Sequence[MovableWeights]], stays: Sequence[bool]
 
 
 def _sizes(movable: Sequence[MovableWeights]) -> list[tuple[int, bool]]:
-    """Of each unit that is brought in together: its size, and whether it comes before its use begins."""
+    """Return for each unit that is brought in together its size, and whether it comes before its use begins."""
     sizes: dict[Place, tuple[int, bool]] = {}
     for weights in movable:
         nbytes, comes_ahead = sizes.get(weights.place, (0, False))
@@ -392,5 +392,5 @@ def _sizes(movable: Sequence[MovableWeights]) -> list[tuple[int, bool]]:
 
 
 def _in_flight_bytes(sizes: Sequence[tuple[int, bool]]) -> int:
-    """Of the largest two units: what is frozen is in the page cache before its use, which takes room, too."""
+    """Return the bytes of the largest two units: what is frozen takes room in the page cache before its use, too."""
     return sum(nbytes for nbytes, _ in sorted(sizes)[-2:])

@@ -21,7 +21,7 @@ from lightning_ssd.parameters.files.mapped_storage import is_mapped
 __all__ = ["Reduction", "gradients_of", "owned_together", "parameters_of"]
 
 _REFERENCES_OF_HELD = 2
-"""Of what FSDP2 holds: its own, and our caller's."""
+"""References of what FSDP2 holds: its own, and our caller's."""
 Pair = tuple[torch.Tensor, Any]
 """A sharded parameter and its gradient."""
 
@@ -61,7 +61,7 @@ def gradients_of(group: Any) -> list[Pair]:
 
 
 def owned_together(gradients: Iterable[Pair], group: Any = None) -> list[list[Pair]]:
-    """Those whose memory nobody but them has, by memory: whoever else had it would be parted from them.
+    """Return those that alone have their memory, by memory: another holder would be parted from them.
 
     Args:
         gradients: with their parameters.
@@ -110,7 +110,7 @@ def _memory_references(gradient: Any) -> tuple[int, int]:
 
 @functools.cache
 def _memory_references_of_one() -> tuple[int, int]:
-    """The same where only the gradient has them."""
+    """Return the references where only the gradient has them."""
     whole = torch.empty(2)
     gradient = SimpleNamespace(_local_tensor=whole.as_strided((1,), (1,)))
     del whole
@@ -124,5 +124,5 @@ def _references(gradient: Any) -> int:
 
 @functools.cache
 def _references_of_one() -> int:
-    """The same where only the DTensor has it."""
+    """Return the references where only the DTensor has it."""
     return _references(SimpleNamespace(_local_tensor=torch.empty(1)))

@@ -14,7 +14,7 @@ _LOOK_S = 0.002
 _REST_S = 0.25
 """Steps that begin sooner after the last one that was watched are not: asking for free memory takes 0.5 ms."""
 _NUM_STEPS = 8
-"""Of the latest ones that were watched the worst counts: batches differ."""
+"""Number of the latest watched steps of which the worst counts: batches differ."""
 
 
 class StepMemory:
@@ -65,7 +65,7 @@ class StepMemory:
         """A backward is over.
 
         Args:
-            is_seen: whether somebody has told of saved tensors.
+            is_seen: whether saved tensors were told of.
         """
         begin_bytes, self._begin_bytes = self._begin_bytes, None
         if begin_bytes is None:

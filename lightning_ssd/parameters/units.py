@@ -1,4 +1,4 @@
-"""What of a model is brought in together, and which weights have to stay."""
+"""The parts of a model that are brought in together, and which weights have to stay."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SharedWeights:
 
     @property
     def trained_bytes(self) -> int:
-        """Of those that are trained, as far as they are in this process."""
+        """Bytes of those that are trained, as far as they are in this process."""
         return sum(local_of(parameter).nbytes for parameter in self.parameters if parameter.requires_grad)
 
 
@@ -116,7 +116,7 @@ def is_plain(tensor: torch.Tensor, device: str = "cpu") -> bool:
 def why_it_stays(weights: SharedWeights) -> str | None:
     """Why a storage cannot be exchanged for another one with the same bytes; ``None``: it can.
 
-    Whoever holds the storage besides the parameters (a view, a slice in a list, an array of NumPy) would keep the old
+    A holder of the storage besides the parameters (a view, a slice in a list, an array of NumPy) would keep the old
     bytes and see no change of the weight any more.
     """
     if weights.has_buffers:
@@ -170,7 +170,7 @@ def owners(module: nn.Module, found: Iterable[SharedWeights], *, watches_compile
     """For weights, by their first names, the unit that they are brought in with: their block, else their own module; of
     a shard, what FSDP2 gathers with it.
 
-    The module is ``None`` where its forward belongs to the compiler, or is not known: nobody tells then when it runs.
+    The module is ``None`` where its forward belongs to the compiler, or is not known: it is unknown then when it runs.
     """
     blocks, modules = find_blocks(module), dict(module.named_modules(remove_duplicate=False))
     return {

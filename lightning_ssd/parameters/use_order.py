@@ -9,7 +9,7 @@ __all__ = ["Phase", "Use", "UseOrder"]
 
 
 class Phase(enum.Enum):
-    """What a unit is used for."""
+    """The use of a unit."""
 
     FORWARD = enum.auto()
     BACKWARD = enum.auto()

@@ -82,7 +82,7 @@ def _is_compiled_alone() -> bool:
 class Gathering(_UnitPatch):
     """Tells when FSDP2 reads the shards of a group.
 
-    Before a forward or backward, often one group ahead, ``unshard`` copies them to where they are gathered. Nobody
+    Before a forward or backward, often one group ahead, ``unshard`` copies them to where they are gathered. No code
     reads them after that until they are updated. In one process ``unshard`` does nothing, and ``wait_for_unshard``
     copies.
     """

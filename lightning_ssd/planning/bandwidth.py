@@ -1,4 +1,4 @@
-"""What a channel really moves while it is busy, learned from the run itself.
+"""Learn from the run itself what a channel moves while it is busy.
 
 A *channel* is one direction of one tier. A probe sees a short burst into an empty cache; a run sees what lasts.
 """
@@ -60,7 +60,7 @@ class RateEstimate:
 
     def __init__(self, probed: float = 0.0) -> None:
         if not 0 <= probed < math.inf:
-            raise ConfigError(f"RateEstimate.probed={probed!r}; allowed: bytes per second, 0 if unknown")
+            raise ConfigError(f"RateEstimate.probed={probed!r}; give bytes per second, 0 if unknown")
         self._estimate = probed
         self._last = 0.0
         self._pooled_bytes, self._pooled_s = 0, 0.0
@@ -71,7 +71,7 @@ class RateEstimate:
         return self._estimate or self._last
 
     def sample(self, nbytes: int, busy_s: float) -> None:
-        """What the channel did since the last call, for example in one step.
+        """Take in what the channel did since the last call, for example in one step.
 
         Args:
             nbytes: bytes that it moved.
@@ -81,7 +81,7 @@ class RateEstimate:
             ConfigError: if one of them is negative or not finite.
         """
         if nbytes < 0 or not 0 <= busy_s < math.inf:
-            raise ConfigError(f"RateEstimate.sample({nbytes!r}, {busy_s!r}); allowed: bytes and seconds of at least 0")
+            raise ConfigError(f"RateEstimate.sample({nbytes!r}, {busy_s!r}); give bytes and seconds of at least 0")
         self._pooled_bytes += nbytes
         self._pooled_s += busy_s
         if self._pooled_bytes < MIN_SAMPLE_BYTES or self._pooled_s <= 0:

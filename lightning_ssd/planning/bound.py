@@ -193,7 +193,7 @@ class _Bounder:
         self.held += self._growth(index)
 
     def _growth(self, index: int) -> int:
-        """What bringing the storage up adds to what is held."""
+        """Return what bringing the storage up adds to what is held."""
         return 0 if self.state[index] in (_HELD, _HELD_WRITTEN) else self.lives.sizes[index]
 
     def _look_ahead(self, clock: float) -> None:

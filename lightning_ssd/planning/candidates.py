@@ -164,7 +164,7 @@ def _fits(nbytes: int, rates: TierRates | None) -> bool:
 
 
 def _ranking(storages: Sequence[TracedStorage]) -> tuple[int, ...]:
-    """Those that can be out, best first; such that are never wanted back last: they are in nobody's way."""
+    """Those that can be out, best first; such that are never wanted back last: they delay no other."""
 
     def relieved_s(storage: TracedStorage) -> float:
         return (storage.freed_s if storage.wanted_s is None else storage.wanted_s) - storage.last_used_s

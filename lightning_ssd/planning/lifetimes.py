@@ -12,7 +12,7 @@ __all__ = ["EventKind", "Lifetimes", "Units"]
 
 
 class EventKind(enum.IntEnum):
-    """What happens to a storage. At one and the same time, lower ones come first."""
+    """An event of a storage. At one and the same time, lower ones come first."""
 
     FREE = 0
     RELEASE = 1  # its last use outside of autograd is over
@@ -35,7 +35,7 @@ class Lifetimes:
         wanted = [i for i, s in enumerate(storages) if s.wanted_s is not None]
         if sorted(trace.order) != wanted:
             raise ValueError(
-                f"Trace.order={trace.order!r}; allowed: the indices of the {len(wanted)} storages with a wanted_s, "
+                f"Trace.order={trace.order!r}; give the indices of the {len(wanted)} storages with a wanted_s, "
                 "each once, in the order of first unpack"
             )
         self.end_s, self.moved_bytes = trace.end_s, trace.moved_bytes
@@ -45,7 +45,7 @@ class Lifetimes:
         self.position = [-1] * len(storages)
         for position, index in enumerate(trace.order):
             self.position[index] = position
-        # Nobody but autograd holds it from the very moment in which it is packed.
+        # Autograd alone holds it from the very moment in which it is packed.
         self.is_released = [s.last_used_s <= s.packed_s for s in storages]
         self.events = self._events(storages)
         kinds = [kind for _, kind, _ in self.events]

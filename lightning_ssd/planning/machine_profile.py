@@ -29,9 +29,9 @@ class MachineProfile:
     num_devices: int = 1
     """Accelerators, each with a process of its own; 1 for a CPU."""
     device_memory_gb: float | None = None
-    """Of each device; on a CPU the host's."""
+    """Memory of each device; on a CPU the host's."""
     device_peak_tflops: float | None = None
-    """Of matrix products on each device in ``precision``, dense, as printed."""
+    """Rate of matrix products on each device in ``precision``, dense, as printed."""
     compute_efficiency: float = 0.4
     """Part of it that training reaches: 0.38 to 0.43 in bfloat16 on H100 (Llama 3, arXiv 2407.21783, section 3.3.2)."""
     link_gb_per_s: float | None = None
@@ -39,7 +39,7 @@ class MachineProfile:
     host_memory_gb: float | None = None
     num_drives: int = 1
     drive_write_gb_per_s: float | None = None
-    """Of each drive, for long sequential writes."""
+    """Rate of each drive, for long sequential writes."""
     drive_read_gb_per_s: float | None = None
     drive_capacity_tb: float | None = None
 
@@ -52,11 +52,11 @@ class MachineProfile:
                     raise ConfigError(f"{name} is no name; write Lightning's, such as {field.default}")
             elif field.name in _COUNTS:
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise ConfigError(f"{name}; allowed: an integer of at least 1")
+                    raise ConfigError(f"{name}; write an integer of at least 1")
             elif not (_is_number(value) and 0 < value < math.inf) and not (value is None and field.default is None):
-                raise ConfigError(f"{name}; allowed: a number above 0, or None (null in YAML) if unknown")
+                raise ConfigError(f"{name}; write a number above 0, or None (null in YAML) if unknown")
         if self.compute_efficiency > 1:
-            raise ConfigError(f"{type(self).__name__}.compute_efficiency={self.compute_efficiency!r}; allowed: up to 1")
+            raise ConfigError(f"{type(self).__name__}.compute_efficiency={self.compute_efficiency!r}; write at most 1")
 
     @property
     def is_accelerator(self) -> bool:
@@ -65,12 +65,12 @@ class MachineProfile:
 
     @property
     def flops_per_s(self) -> float | None:
-        """What training reaches on one device; ``None``: unknown."""
+        """Operations per second that training reaches on one device; ``None``: unknown."""
         peak = self.device_peak_tflops
         return None if peak is None else peak * 1e12 * self.compute_efficiency
 
     def tiers(self, num_processes: int) -> Machine | None:
-        """What one of so many processes gets of the drives: an equal part of all. ``None``: the rates are unknown."""
+        """Return an equal part of all drives, for one of so many processes. ``None``: the rates are unknown."""
         if self.drive_write_gb_per_s is None or self.drive_read_gb_per_s is None:
             return None
         share = self.num_drives / num_processes

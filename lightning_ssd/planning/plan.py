@@ -1,4 +1,4 @@
-"""What a planner is given and what it returns. Plain numbers; see ``planner.py`` for the decisions."""
+"""Values that a planner is given and that it returns. Plain numbers; see ``planner.py`` for the decisions."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Machine:
     ssd: TierRates | None = None
     host: TierRates | None = None
     cost_s_per_byte: float = 0.0
-    """What each moved byte takes from the training thread besides waiting for it: memory that is mapped anew, cores
-    that workers take, Python."""
+    """Time that each moved byte takes from the training thread besides stalls: memory that is mapped anew, cores that
+    workers take, Python."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanObjective:
-    """What a plan must reach."""
+    """Goals and limits of a plan."""
 
     max_slowdown: float = 1.05
     """Without a budget: the lowest peak of resident saved activations at no more than this, relative to keeping all."""
@@ -50,7 +50,7 @@ class PlanObjective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What the simulator says of one pass."""
+    """The simulator's answer for one pass."""
 
     step_s: float
     """Forward and backward of one pass, stalls and what moving costs besides included."""
@@ -70,7 +70,7 @@ class Plan:
     """Where each storage of a pass goes, in pack order, and how far ahead reads may run."""
 
     placements: tuple[Placement, ...]
-    """Of the storages of the trace that the plan was made from; those of recomputed blocks are RECOMPUTE."""
+    """One for each storage of the trace that the plan was made from; those of recomputed blocks are RECOMPUTE."""
     recompute: frozenset[int] = frozenset()
     """Blocks to recompute."""
     limit_bytes: int
@@ -79,7 +79,7 @@ class Plan:
     """Bytes that may be brought up before they are asked for."""
     prediction: Prediction
     keep_step_s: float
-    """The same pass with everything kept."""
+    """Length of this pass with everything kept."""
     refused_bytes: int = 0
     """Where the goal's ``written_bytes`` leave nothing that may be written: what one pass would write without them.
     0: they are not in the way."""

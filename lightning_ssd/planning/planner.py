@@ -62,7 +62,7 @@ class BudgetTooSmall(ValueError):
 
     def __str__(self) -> str:
         budget_bytes, smallest_bytes = self.args
-        return f"no plan stays under {budget_bytes} bytes of saved activations; allowed: at least {smallest_bytes}"
+        return f"no plan stays under {budget_bytes} bytes of saved activations; the smallest budget is {smallest_bytes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def smallest_budget(trace: Trace, machine: Machine, goal: PlanObjective) -> int:
 
 
 def recomputing_budget(trace: Trace, machine: Machine, goal: PlanObjective) -> int | None:
-    """The same if blocks might be recomputed besides; ``None``: they may be, or it would not be less."""
+    """Return the smallest budget if blocks might be recomputed; ``None``: they may be, or it would not be less."""
     if goal.recompute or trace.recomputed or not trace.blocks:
         return None
     least = smallest_budget(trace, machine, replace(goal, recompute=True))

@@ -160,11 +160,11 @@ class _Delays:
         self._sums = [0.0, *accumulate(w.seconds for w in ordered)]
 
     def before(self, time_s: float) -> float:
-        """What ends at this moment ends before a recomputation that begins at it."""
+        """Place the end of a transfer at this moment before a recomputation that begins at it."""
         return time_s + self._sums[bisect_left(self._starts, time_s - _SAME_S)]
 
     def after(self, time_s: float) -> float:
-        """What begins at this moment begins after such a recomputation."""
+        """Place the begin of a transfer at this moment after such a recomputation."""
         return time_s + self._sums[bisect_right(self._starts, time_s + _SAME_S)]
 
 

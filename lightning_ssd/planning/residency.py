@@ -20,13 +20,13 @@ from dataclasses import dataclass
 __all__ = ["MemoryOutlook", "ResidencyUnit", "SpareMemory", "choose_residents", "reconsider_residents", "window_bytes"]
 
 _USABLE_SHARE = 0.9
-"""Of all memory that there is: allocators waste some, and other processes grow."""
+"""Share of all memory that plans may use: allocators waste some, and other processes grow."""
 _UNKNOWN_SHARE = 0.5
-"""Of what is left, for saved activations and temporaries, as long as nobody has seen a step."""
+"""Share of what is left, for saved activations and temporaries, until a step has been seen."""
 _TOLERANCE = 0.02
-"""Of what is usable: a step that takes so much more has shown nothing new."""
+"""Share of what is usable: a step that takes so much more has shown nothing new."""
 _AMPLE_SHARE = 0.05
-"""Of what is usable, left free when units come back."""
+"""Share of what is usable, left free when units come back."""
 _PATIENCE, _MAX_PATIENCE = 64, 1 << 14
 """Steps in a row that have to leave much before units come back. Twice as many after each time that this was wrong."""
 
@@ -37,7 +37,7 @@ class ResidencyUnit:
 
     weight_bytes: int
     gradient_bytes: int = 0
-    """Of gradients that wait if the weights do, and stay if they stay; 0 for those that do one or the other anyway."""
+    """Bytes of gradients that wait if the weights do, and stay if they stay; 0 for those that do either anyway."""
     is_trained: bool = False
 
     @property
@@ -48,24 +48,24 @@ class ResidencyUnit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryOutlook:
-    """What memory one process has, and what needs it besides weights that may wait."""
+    """The memory of one process, and what needs it besides weights that may wait."""
 
     held_bytes: int
     """Taken by the process, without memory that shows a file."""
     available_bytes: int | None
-    """What it could still get; ``None``: unknown."""
+    """Bytes that it could still get; ``None``: unknown."""
     budget_bytes: int | None = None
-    """What the user lets it take, without memory that shows a file; ``None``: as much as there is."""
+    """Bytes that the user lets it take, without memory that shows a file; ``None``: as much as there is."""
     weight_bytes: int = 0
-    """Of what is held: weights that may wait."""
+    """Bytes of weights that may wait, of those held."""
     coming_bytes: int = 0
     """Gradients and optimizer states that will be held, and are not yet."""
     activation_bytes: int | None = None
-    """What saved activations may take; ``None``: unknown."""
+    """Bytes that saved activations may take; ``None``: unknown."""
 
     @property
     def usable_bytes(self) -> int | None:
-        """What the process may take in all; ``None``: unknown."""
+        """Bytes that the process may take in all; ``None``: unknown."""
         there = None if self.available_bytes is None else int(_USABLE_SHARE * (self.held_bytes + self.available_bytes))
         known = [nbytes for nbytes in (there, self.budget_bytes) if nbytes is not None]
         return min(known, default=None)
@@ -76,7 +76,7 @@ class MemoryOutlook:
         usable = self.usable_bytes
         if usable is None:
             return None
-        others = max(self.held_bytes - self.weight_bytes, 0)  # weights that nobody has touched yet are not held
+        others = max(self.held_bytes - self.weight_bytes, 0)  # weights that were never touched are not held
         left = max(usable - others - self.coming_bytes, 0)
         activations = int(_UNKNOWN_SHARE * left) if self.activation_bytes is None else self.activation_bytes
         return max(left - activations, 0)
@@ -89,7 +89,7 @@ class MemoryOutlook:
 
 
 def window_bytes(units: Iterable[tuple[int, bool]]) -> int:
-    """What a process has in memory at a time of units that wait, at most: the present one, and the next.
+    """Return what a process has in memory at a time of units that wait, at most: the present one, and the next.
 
     Args:
         units: of each its size, and whether it comes to memory before its use begins (else to the page cache).
@@ -202,7 +202,7 @@ class SpareMemory:
         self._has_returned = False
 
     def judge(self, usable_bytes: int, peak_bytes: int) -> int:
-        """What :func:`reconsider_residents` is to be told of the step that comes.
+        """Return what :func:`reconsider_residents` is to be told of the step that comes.
 
         Args:
             usable_bytes: what the process may take in all.

@@ -32,7 +32,7 @@ from lightning_ssd.planning.trace import Trace
 __all__ = ["LEAST_SHARE", "PlayedStall", "PlayedTransfer", "Timeline", "moving_cost_s", "predict", "simulate"]
 
 LEAST_SHARE = 0.1
-"""Of a traced pass' length: below this no cost of moving, learnt from times that scatter, makes a pass."""
+"""Share of a traced pass' length: below this no cost of moving, learnt from times that scatter, makes a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +358,7 @@ class _Replay:
 
 
 def moving_cost_s(lives: Lifetimes, placements: Sequence[Placement], machine: Machine) -> float:
-    """What moving takes besides transfers (seconds), more or less than in the pass that was traced.
+    """Return what moving takes besides transfers (seconds), more or less than in the pass that was traced.
 
     However wrong the cost may be, a tenth of the traced pass remains.
     """
@@ -369,7 +369,7 @@ def moving_cost_s(lives: Lifetimes, placements: Sequence[Placement], machine: Ma
 def _lanes(placements: Sequence[Placement], machine: Machine, count: int) -> tuple[list[_Lane], list[_Lane | None]]:
     """The tiers in use, and the tier of each storage."""
     if len(placements) != count:
-        raise ValueError(f"{len(placements)} placements for {count} storages; allowed: one for each")
+        raise ValueError(f"{len(placements)} placements for {count} storages; give one for each")
     lanes: dict[Placement, _Lane | None] = {Placement.KEEP: None}
     # In a fixed order: a set of strings has another one in each process.
     for placement in [p for p in Placement if p in set(placements) and p is not Placement.KEEP]:
@@ -377,6 +377,6 @@ def _lanes(placements: Sequence[Placement], machine: Machine, count: int) -> tup
         if rates is None:
             raise ValueError(f"placement {placement!r}; allowed here: KEEP and the tiers of {machine!r}")
         if rates.write_bytes_per_s <= 0 or rates.read_bytes_per_s <= 0:
-            raise ValueError(f"placement {placement!r}, whose rates are {rates!r}; allowed: rates above 0")
+            raise ValueError(f"placement {placement!r}, whose rates are {rates!r}; give rates above 0")
         lanes[placement] = _Lane(placement, rates)
     return [lane for lane in lanes.values() if lane is not None], [lanes[p] for p in placements]

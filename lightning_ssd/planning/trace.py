@@ -20,7 +20,7 @@ class TracedStorage:
     packed_s: float
     """When autograd saved it."""
     last_used_s: float
-    """When nobody but autograd held it any more; from here on moving it frees memory. At least ``packed_s``."""
+    """The moment from which autograd alone holds it; from here on moving it frees memory. At least ``packed_s``."""
     wanted_s: float | None
     """When backward first asked for it; ``None``: never."""
     freed_s: float
@@ -63,11 +63,11 @@ class Trace:
     """Blocks that this very pass recomputed: their inner storages are not in it, their inputs are."""
 
     moved_bytes: int = 0
-    """What this very pass moved: its length has the cost of it."""
+    """Bytes that this very pass moved: its length has the cost of it."""
 
     @property
     def saved_peak_bytes(self) -> int:
-        """What keeping every storage holds at its worst moment."""
+        """Bytes that keeping every storage holds at its worst moment."""
         changes = [(s.packed_s, s.nbytes) for s in self.storages] + [(s.freed_s, -s.nbytes) for s in self.storages]
         held = peak = 0
         for _, change in sorted(changes):

@@ -11,7 +11,7 @@ _NUM_SUBGROUPS = 64
 """Also per directory, so that the same share of all is in memory."""
 _MIN_SUBGROUP_BYTES, _MAX_SUBGROUP_BYTES = 4 << 20, 256 << 20
 _MAX_SLOTS_BYTES = 2 << 30
-"""Of the slots of all directories together."""
+"""Most bytes of the slots of all directories together."""
 
 
 def subgroup_bytes(state_bytes: int, num_directories: int) -> int:

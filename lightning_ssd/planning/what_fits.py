@@ -13,7 +13,7 @@ __all__ = ["NUM_STATES", "Choice", "Fit", "ModelSize", "UnitSize", "choose", "ev
 
 _Choice = Literal["keep", "offload"]
 NUM_STATES = 2
-"""Of AdamW, per trained parameter, in the type of the weight, as ``torch.optim.AdamW`` makes them."""
+"""Number of AdamW's states per trained parameter, in the type of the weight, as ``torch.optim.AdamW`` makes them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,29 +22,29 @@ class UnitSize:
 
     weight_bytes: float
     trained_bytes: float
-    """Of these, weights that are trained; their gradients take as much."""
+    """Bytes of weights that are trained; their gradients take as much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """What is trained."""
+    """The size of a model, as training sees it."""
 
     units: tuple[UnitSize, ...]
     staying: UnitSize
     """Weights that are too small to wait."""
     state_bytes: float
-    """Of all optimizer states."""
+    """Bytes of all optimizer states."""
     num_backwards: int = 1
     """Per update."""
 
     @property
     def weight_bytes(self) -> float:
-        """Of all weights."""
+        """Bytes of all weights."""
         return sum(unit.weight_bytes for unit in (*self.units, self.staying))
 
     @property
     def trained_bytes(self) -> float:
-        """Of weights that are trained, and of all gradients."""
+        """Bytes of weights that are trained, and of all gradients."""
         return sum(unit.trained_bytes for unit in (*self.units, self.staying))
 
 
@@ -63,7 +63,7 @@ class Fit:
     written_bytes: float
 
     def io_s(self, *, read_bytes_per_s: float, write_bytes_per_s: float) -> float:
-        """Of a step that only moves, reads and writes one after the other."""
+        """Return the seconds of a step that only moves, reads and writes one after the other."""
         return self.read_bytes / read_bytes_per_s + self.written_bytes / write_bytes_per_s
 
 
@@ -135,7 +135,7 @@ def fit(
 
 
 def _largest(sizes: Iterable[float], count: int) -> float:
-    """Of so many units that are in memory at a time, the largest."""
+    """Return the bytes of the ``count`` largest units, which are in memory at a time."""
     return sum(sorted(sizes)[-count:])
 
 

@@ -39,7 +39,7 @@ __all__ = ["BlockObserver", "Blocks"]
 
 
 class BlockObserver(Protocol):
-    """What one pass wants to know of the blocks, in the thread that runs its forward.
+    """Observes the blocks of one pass, in the thread that runs its forward.
 
     Per call: ``block_enters``, ``block_inputs`` if it is wanted, ``block_leaves`` also after an error. A block that
     is called by another block belongs to that one and is not told of. Nothing is told while gradients are off.
@@ -82,7 +82,7 @@ class _Active(threading.local):
     observer: BlockObserver | None = None
 
 
-_NOBODY = _Active()  # nobody sets its observer, so that whoever has it does nothing
+_NOBODY = _Active()  # its observer is never set, so that it does nothing
 
 
 class Blocks:
@@ -178,7 +178,7 @@ class Blocks:
     def remove(self) -> None:
         """Give every block its forward back. Idempotent.
 
-        Where somebody else has replaced ``forward`` since, theirs stays, and what it calls of ours does nothing more.
+        Where the program has replaced ``forward`` since, theirs stays, and what it calls of ours does nothing more.
         """
         for wrapper in self._wrappers:
             wrapper.remove()
@@ -300,7 +300,7 @@ class _Wrapper(MethodPatch):
             active.observer = observer
 
     def _state_to_repeat(self, module: nn.Module, inputs: CallInputs, *, wanted: bool) -> CallState | None:
-        """What the call depends on, if it is to be recomputed and can be."""
+        """Return what the call depends on, if it is to be recomputed and can be."""
         checkpointed, state = recompute_blocker(), None
         refusal = inputs.opaque or checkpointed
         reason = refusal or self.why_not()
@@ -313,7 +313,7 @@ class _Wrapper(MethodPatch):
             reason = refusal = state.opaque
         self._refusal = self._refusal or refusal
         kind = type(self._module()).__name__
-        # Whoever checkpoints by himself has what he wants.
+        # A block that checkpoints by itself has what it wants.
         is_told = checkpointed is not None or reason == self._block.changed  # by an error
         if wanted and reason is not None and not is_told and kind not in self._warned:
             self._warned.add(kind)
@@ -321,7 +321,7 @@ class _Wrapper(MethodPatch):
         return state if reason is None else None
 
     def begin_measuring(self) -> None:
-        """What was learnt of arguments is learnt anew."""
+        """Learn of arguments anew."""
         self._edits = self._why_edited()
         self._watched.clear()
         self._refusal = None

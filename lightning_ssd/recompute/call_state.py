@@ -1,4 +1,4 @@
-"""What one call of a module depends on, as far as it can be seen, and putting it back while the call is repeated."""
+"""The state that one call of a module depends on, as far as it can be seen, and putting it back for a repetition."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CallState:
         ]
         self._copies: list[tuple[_Buffers, str, torch.Tensor]] = []
         self.addresses = self._reach.addresses
-        """Of storages whose identity and version are compared."""
+        """Addresses of storages whose identity and version are compared."""
         self.opaque = self._reach.opaque
         self.is_unmade = self._reach.is_unmade
         """See :class:`SideEffectSnapshot`."""
@@ -68,7 +68,7 @@ class CallState:
         return self._modes.claim()
 
     def why_not(self) -> str | None:
-        """What :meth:`as_before` cannot undo; ``None``: nothing that can be seen. Ask within :meth:`claim`."""
+        """Return what :meth:`as_before` cannot undo; ``None``: nothing that can be seen. Ask within :meth:`claim`."""
         return self._modes.why_not() or self._reach.change()
 
     def probes(self) -> list[tuple[str, weakref.ref[torch.Tensor], int]]:

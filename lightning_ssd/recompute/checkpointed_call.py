@@ -42,7 +42,7 @@ from lightning_ssd.recompute.side_effects import hooks_of, restore_hooks
 __all__ = ["Recomputable", "Watched", "device_of", "recompute", "recompute_blocker", "watch"]
 
 _MEETS = "its forward waits for other processes, which may not run it again"
-# Whoever installed saved-tensor hooks last, and the innermost transform of torch.func. Neither has a public name.
+# The innermost saved-tensor hooks, and the innermost transform of torch.func. Neither has a public name.
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
 _innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
 
@@ -136,7 +136,7 @@ def recompute(
 
 
 class Watched:
-    """What a call that was kept has shown of whether it may be recomputed.
+    """Evidence of a call that was kept on whether it may be recomputed.
 
     Attributes:
         reason: why it had better not be; ``None``: nothing speaks against it, as far as is known. What others have
@@ -263,7 +263,7 @@ class _Call:
             self._versions.clear()
             raise
         finally:
-            seen.gen.close()  # an interrupt inside of contextlib would leave the hooks to whoever drops the frame
+            seen.gen.close()  # an interrupt inside of contextlib would leave the hooks to the end of the frame
         self._saved.close()
         if self._saved.has_integers:
             self._output = _fingerprint_of(result)
@@ -317,20 +317,21 @@ class _Call:
             self._tell(sizes, tensors)
             raise
         finally:
-            seen.gen.close()  # here, and not by whoever drops the frame of an interrupt inside of contextlib
+            seen.gen.close()  # here, and not by the end of the frame of an interrupt inside of contextlib
         again.close()
         self._compare(again, tensors, numbers)
         self._tell(sizes, tensors)
 
     def _arguments(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """Of a repetition, as tensors with hooks of their own: one that it registers would be there a second time.
+        """Return the arguments of a repetition, as tensors with hooks of their own.
 
+        A hook that the repetition registers would be there a second time else.
         Not where forward asks for gradients: maybe of what its inputs were computed from.
         """
         return fill(self._pattern, tensors if self._asks_for_gradients else [_apart(tensor) for tensor in tensors])
 
     def _tell(self, sizes: dict[int, int], inputs: tuple[torch.Tensor, ...]) -> None:
-        """Say once how much was saved again: inputs were never gone, and weights are nobody's activations."""
+        """Say once how much was saved again: inputs were never gone, and weights are no activations."""
         told, self._told = self._told, None
         if told is not None:
             given = {tensor.untyped_storage()._cdata for tensor in inputs if is_plain(tensor)}
@@ -368,8 +369,9 @@ class _Call:
 
 
 class _Saved:
-    """What a call has saved, in place of the tensor: to be made again, and looked after as autograd does without hooks.
+    """Stands for a tensor that a call has saved, to be made again.
 
+    It is checked and kept as autograd does without hooks.
     A checkpoint does neither: what is edited in place after it was saved would give a gradient where PyTorch raises,
     and a backward that asks twice for ``ctx.saved_tensors`` would raise where PyTorch gives them.
     """
@@ -406,12 +408,12 @@ def _seen_by(
     wrap: Callable[[torch.Tensor, Any], Any] | None = None,
     sizes: dict[int, int] | None = None,
 ) -> Iterator[None]:
-    """What is saved meanwhile is told, and then goes where it would have gone. What that raises is noted; the bytes of
+    """Report what is saved meanwhile, and let it go where it would have gone. What that raises is noted; the bytes of
     each storage are in ``sizes``.
     """
     hooks = _top_hooks(True)
     if hooks is None:
-        raise AssertionError("nobody saves what a recomputed call computes")
+        raise AssertionError("what a recomputed call computes is never saved")
     pack, unpack = hooks
 
     def tell(tensor: torch.Tensor) -> Any:
@@ -431,7 +433,7 @@ def _seen_by(
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes, with a node of its own."""
+    """Return these bytes, with a node of their own."""
     if tensor.grad_fn is None or not is_plain(tensor):
         return tensor
     leaf = tensor.detach().requires_grad_()

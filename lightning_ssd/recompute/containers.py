@@ -1,4 +1,4 @@
-"""What one object holds, item by item, and putting that back into the very object.
+"""The contents of one object, item by item, and putting that back into the very object.
 
 Containers, the attributes of modules and classes, what functions close over, slots, and the bytes of small arrays.
 """
@@ -66,7 +66,7 @@ def is_array(value: object) -> bool:
 
 
 def nbytes_of(value: Any) -> int | None:
-    """Of an array; ``None``: it holds objects."""
+    """Return the bytes of an array; ``None``: it holds objects."""
     if isinstance(value, bytearray):
         return len(value)
     if isinstance(value, array.array):
@@ -75,7 +75,7 @@ def nbytes_of(value: Any) -> int | None:
 
 
 def contents_of(place: Any) -> list[Any]:
-    """Of what has keys: first all keys, then all values. Of an array: its bytes."""
+    """Return the contents: of what has keys all keys, then all values; of an array its bytes."""
     if isinstance(place, dict):
         return [*place.keys(), *place.values()] if place else []
     if isinstance(place, nn.Module):

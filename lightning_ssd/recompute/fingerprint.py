@@ -1,11 +1,11 @@
-"""What a call has saved for backward, told apart from what its repetition saves, without holding it.
+"""Fingerprints of what a call has saved for backward, told apart from what its repetition saves, without holding it.
 
 Gradients depend on nothing else that is computed again, so that a repetition which saves the same gives the same
 gradients. Of each saved tensor its type, shape and device are compared, and its bytes: all of a small one, of a larger
 one every 251st element, so that no other 251 elements in a row pass, and of the last large one (through which has
 passed what the call's result is made of) sums over all bytes as well. ``full`` takes these sums of every large one.
 
-Integers may be memory that nobody has written (seeds of kernels that drop nothing, reserved space): where only they
+Integers may be memory that was never written (seeds of kernels that drop nothing, reserved space): where only they
 differ, and look like it, the caller has to find out whether it matters, see ``checkpointed_call.py``.
 """
 
@@ -36,7 +36,7 @@ _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprint:
-    """Of the tensors that one call has saved, in order.
+    """A fingerprint of the tensors that one call has saved, in order.
 
     Args:
         full: every byte counts.
@@ -130,7 +130,7 @@ class Fingerprint:
         self._last = None
 
     def difference(self, other: Fingerprint) -> str | None:
-        """What ``other``, of a repetition, has saved otherwise. On CUDA this waits for the device.
+        """Return what ``other``, of a repetition, has saved otherwise. On CUDA this waits for the device.
 
         Integers are left out, see :meth:`differing_integers`.
         """
@@ -222,7 +222,7 @@ def _parts(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as integers, so that a NaN equals itself."""
+    """Return these bytes as integers, so that a NaN equals itself."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -242,7 +242,7 @@ def _sample(raw: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(raw: torch.Tensor) -> torch.Tensor:
-    """Of each of 512 columns over all rows; the rest as it is. Wraps around, so that any one change is seen."""
+    """Return the sum of each of 512 columns over all rows; the rest as it is. It wraps: any one change is seen."""
     flat = raw.contiguous().view(-1)
     if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
         flat = flat.view(torch.int64)

@@ -41,7 +41,7 @@ def _write_deterministic(value: tuple[bool, bool]) -> None:
 
 
 class _Cache(NamedTuple):
-    """What ``torch.nn.utils.parametrize.cached()`` has computed so far, and how many of them are entered."""
+    """Values that ``torch.nn.utils.parametrize.cached()`` has computed so far, and how many of them are entered."""
 
     depth: Any
     keys: tuple[Any, ...]
@@ -134,7 +134,7 @@ def training_threads(owner: object) -> list[threading.Thread]:
 
 
 def forget_threads(owner: object) -> None:
-    """Nobody trains with ``owner`` any more."""
+    """Forget ``owner``, with which no thread trains any more."""
     for key in [key for key in list(_training) if key[1] == id(owner)]:
         _training.pop(key, None)
 

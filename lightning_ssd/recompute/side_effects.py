@@ -1,4 +1,4 @@
-"""What a call of a module can reach, as it was before the call, and putting that back.
+"""The objects that a call of a module can reach, as it was before the call, and putting that back.
 
 The attributes, parameters, buffers, parts and hooks of the module; lists, dicts, sets, small arrays, what functions
 close over and have for defaults, the attributes and slots of objects and classes, and generators of random numbers, as
@@ -67,7 +67,7 @@ class _Tensor(NamedTuple):
     nbytes: int
     """0 also where the bytes wait elsewhere until they are used (FSDP, and weights that we have offloaded)."""
     view: tuple[Any, ...]
-    """What it shows of its storage."""
+    """The part that it shows of its storage."""
     requires_grad: bool
     gradient: weakref.ref[torch.Tensor] | None
     """Not itself: the call may want to free it."""
@@ -85,7 +85,7 @@ class _Tensor(NamedTuple):
         )
 
     def edit(self) -> str | None:
-        """What the call, which has just ended, has edited in place."""
+        """Return what the call, which has just ended, has edited in place."""
         if self.tensor._version != self.version:
             return self.label
         gradient = _gradient_of(self.tensor)
@@ -97,7 +97,7 @@ class _Tensor(NamedTuple):
         return None
 
     def change(self) -> str | None:
-        """What has been done to it since that cannot be undone."""
+        """Return what has been done to it since that cannot be undone."""
         if self.tensor._version != self.version:
             return (
                 f"{self.label} was modified by an inplace operation: it is at version {self.tensor._version}; "
@@ -134,7 +134,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 class SideEffectSnapshot:
-    """What lay within reach before one call.
+    """Holds what lay within reach before one call.
 
     Args:
         parts: the module and all that are inside of it.
@@ -143,7 +143,7 @@ class SideEffectSnapshot:
 
     def __init__(self, parts: Sequence[nn.Module], functions: Sequence[types.FunctionType] = ()) -> None:
         self.opaque: str | None = None
-        """What may be changed by the call and could not be put back; ``None``: nothing that can be seen."""
+        """A thing that may be changed by the call and could not be put back; ``None``: nothing that can be seen."""
         self.is_unmade = False
         """Whether parameters are made by this very call, and hooks and classes of modules changed, as never again."""
         self._places: list[tuple[Any, list[Any]]] = [(hooks, contents_of(hooks)) for hooks in _GLOBAL_HOOKS]
@@ -257,7 +257,7 @@ class SideEffectSnapshot:
 
     @property
     def addresses(self) -> frozenset[int]:
-        """Of the storages of all tensors within reach."""
+        """Return the addresses of the storages of all tensors within reach."""
         return frozenset(seen.storage.cdata for seen in self._tensors if seen.storage is not None)
 
     def watch_over(self, label: str, tensor: torch.Tensor) -> None:
@@ -270,7 +270,7 @@ class SideEffectSnapshot:
         return next(filter(None, (seen.edit() for seen in self._tensors)), None)
 
     def change(self) -> str | None:
-        """What has been done since that :meth:`as_before` cannot undo; ``None``: nothing that can be seen."""
+        """Return what has been done since that :meth:`as_before` cannot undo; ``None``: nothing that can be seen."""
         return next(filter(None, (seen.change() for seen in self._tensors)), None)
 
     def probes(self) -> list[tuple[str, weakref.ref[torch.Tensor], int]]:
@@ -311,7 +311,7 @@ def _restore(places: list[tuple[Any, list[Any]]], numbers: RandomStates) -> None
 
 
 def hooks_of(tensor: torch.Tensor) -> list[list[Any]]:
-    """What is registered with a tensor, to be given to :func:`restore_hooks`."""
+    """Return what is registered with a tensor, to be given to :func:`restore_hooks`."""
     return [contents_of(hooks) for hooks in _hooks_of(tensor)]
 
 

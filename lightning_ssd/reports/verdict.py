@@ -15,6 +15,7 @@ from lightning_ssd.telemetry.stats import describe_held
 __all__ = ["Verdict", "judge"]
 
 _GIB = 1 << 30
+_MAYBE_BEFORE = ", maybe before training"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +43,39 @@ def judge(report: RunReport) -> Verdict:
 
 
 def _headline(report: RunReport) -> str:
-    policy, saved = report.policy, format_sizes(report.held("saved"))[0]
+    policy, (saved, recomputed) = report.policy, (report.held("saved"), report.stat("recomputed_bytes"))
     if policy is None:
         return "nothing was offloaded: the Trainer's strategy does not offload"
-    if not report.stat("bytes_saved"):
-        return (
-            f"nothing was offloaded: no saved activation has min_tensor_bytes={policy['min_tensor_bytes']!r} or more, "
-            f"{int(report.stat('num_kept_small'))} are smaller"
-        )
     if policy["activations"] == "keep":
-        return f"saved activations {saved}, all kept as asked"
+        return f"saved activations {format_sizes(saved)[0]}, all kept as asked" if saved else "activations are kept"
+    if policy["activations"] == "recompute" and recomputed:
+        return f"blocks recomputed: saved activations {describe_held(saved, saved + recomputed)}"
+    if not report.stat("bytes_saved"):
+        others = report.optimizers or report.stat("weights_bytes")
+        return (
+            f"no saved activation was {'moved' if others else 'offloaded'}: none has "
+            f"min_tensor_bytes={policy['min_tensor_bytes']!r} or more, {int(report.stat('num_kept_small'))} are smaller"
+        )
     if policy["activations"] == "recompute":
-        before = report.held("saved") + report.stat("recomputed_bytes")
-        return f"blocks recomputed: saved activations {describe_held(report.held('saved'), before)}"
+        return f"no block was recomputed: saved activations {format_sizes(saved)[0]}"
     if not report.saved_pct:
-        return f"nothing saved: all {saved} of saved activations stay in memory, because {_why_nothing_moves(report)}"
+        return (
+            f"nothing saved: at the peak all {format_sizes(saved)[0]} of saved activations are in memory, because "
+            f"{_why_nothing_is_saved(report)}"
+        )
     return f"saved activations {describe_held(report.settled_bytes, report.held('saved'))}{_cost(report)}"
 
 
-def _why_nothing_moves(report: RunReport) -> str:
+def _why_nothing_is_saved(report: RunReport) -> str:
     policy = report.policy or {}
     if report.unusable is not None:
         return report.unusable
     if policy["activations"] != "auto":
-        return "every write failed or came too late"
+        if report.stat("failures"):
+            return "writes failed"
+        if report.stat("bytes_held_elsewhere") > report.stat("bytes_written") / 2:
+            return "the program holds what was written"
+        return "writes had not ended by then"
     if policy["activation_budget"] or policy["memory_budget"]:
         return "the budget was never needed"
     return f"moving costs more than max_slowdown={policy['max_slowdown']} allows, or gains too little"
@@ -112,7 +122,8 @@ def _memory(report: RunReport) -> str:
     for name, held in (("activation_budget", report.held("resident")), ("memory_budget", peak)):
         if (budget := policy.get(name)) is not None and held is not None:
             kept = "kept" if held <= parse_size(budget) else f"exceeded ({format_sizes(held)[0]})"
-            parts.append(f"{name}={budget!r} {kept}")
+            # The peak of a process has what came before its training in it.
+            parts.append(f"{name}={budget!r} {kept}{_MAYBE_BEFORE if held is peak and kept != 'kept' else ''}")
     return ", ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""What processes that train together plan with: the smallest of each number over all of them."""
+"""Numbers that processes which train together plan with: the smallest of each number over all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOTHING = TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
 
 
 class Agreement:
-    """Of one scheduler with those of the other processes.
+    """Agrees for one scheduler with those of the other processes.
 
     Args:
         agree: gives the smallest of each number; ``None``: there is one process.
@@ -22,7 +22,7 @@ class Agreement:
 
     def __init__(self, agree: AllReduceMin | None) -> None:
         self.machine: Machine | None = None
-        """What was agreed on last; ``None``: nothing yet."""
+        """Rates that were agreed on last; ``None``: nothing yet."""
         self._agree = agree
         self._num_borders = 0
 

@@ -16,7 +16,7 @@ from lightning_ssd.common.accelerators import Accelerator, accelerator_of, has_s
 __all__ = ["Clock", "EventClock", "HostClock", "Stamp", "clock_of"]
 
 Stamp = Any
-"""What a clock's ``stamp`` returned; only that clock can read it."""
+"""The return value of a clock's ``stamp``; only that clock can read it."""
 
 
 class Clock(Protocol):

@@ -19,7 +19,7 @@ _MIN_GAIN = 0.02
 _MIN_RELIEF = 0.05
 _MIN_SPARED = 0.2
 _LITTLE = 0.5
-"""Of the promised overhead: a plan that takes less may move more."""
+"""Share of the promised overhead: a plan that takes less may move more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a scheduler learns from: a pass whose backward is over."""
+"""The lesson of a scheduler: a pass whose backward is over."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FinishedPass:
     stalls: tuple[tuple[Stamp, Stamp], ...]
     """Begin and end of each wait for a transfer."""
     hook_s: float = 0.0
-    """Of the training thread inside the hooks, without these waits; with what recording took."""
+    """Time of the training thread inside the hooks, without these waits; with what recording took."""
     cpu_s: float = 0.0
     """That workers and page faults took from the computation meanwhile."""
     peak_bytes: int

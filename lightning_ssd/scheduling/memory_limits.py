@@ -11,18 +11,18 @@ from lightning_ssd.errors import BudgetError
 __all__ = ["MIN_RELIEF", "Limits", "MemoryConstraints", "NonActivationMemory"]
 
 MIN_RELIEF = 0.1
-"""Of the peak: nothing is moved for less, so that passes run without hooks."""
+"""Share of the peak: nothing is moved for less, so that passes run without hooks."""
 _KEEP_SHARE = 0.4
-"""Of the available memory, what a pass without a plan may take: gradients and optimizer states are still to come."""
+"""Share of the available memory that a pass without a plan may take: gradients and states are still to come."""
 _USABLE_SHARE = 0.9
-"""Of all memory that there is, what plans may count on: allocators waste some, and other processes grow."""
+"""Share of all memory that plans may count on: allocators waste some, and other processes grow."""
 _BAND = (0.95, 1.25)
 """Usable memory counts as the same as before while it stays between these multiples: plans outlive small changes."""
 _MARGIN = 0.02
 _MIN_MARGIN_BYTES = 16 << 20
 """Added to the smallest memory budget that is named: the larger of the two."""
 _SPARE = 0.01
-"""Of a memory budget that was exceeded, what is left free besides: what else is in memory varies."""
+"""Share of a memory budget that was exceeded, left free besides: what else is in memory varies."""
 _MOST_UNSEEN = 3
 """Times the largest saved storage: between two looks of a trace lie a few temporaries, such as gradients, that are as
 large. More was something else, such as a compiler, and need not come again."""
@@ -30,7 +30,7 @@ large. More was something else, such as a compiler, and need not come again."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryConstraints:
-    """What the policy asks for, in bytes."""
+    """Limits that the policy asks for, in bytes."""
 
     max_slowdown: float
     activation_budget: int | None = None
@@ -56,7 +56,7 @@ class NonActivationMemory:
     level_bytes: int = 0
     """In use when the latest pass began."""
     traced_level_bytes: int = 0
-    """The same, of the pass that was traced."""
+    """That level when the traced pass began."""
     num_traces: int = 0
     unseen_bytes: int = 0
     """Beyond that peak, by which passes have exceeded the budget of all memory: a trace looks only now and then."""
@@ -82,7 +82,7 @@ class NonActivationMemory:
 
     @property
     def grown_bytes(self) -> int:
-        """What has been added since the traced pass: optimizer states come with the first step, after the first pass.
+        """Bytes added since the traced pass: optimizer states come with the first step, after the first pass.
 
         0 if it is little.
         """
@@ -125,7 +125,7 @@ class Limits:
             self._usable_bytes = usable
         room = int(_KEEP_SHARE * available)
         if self._is_scarce and room >= _BAND[1] * self._wanted_bytes:
-            self._is_scarce = False  # whoever else needed it has gone
+            self._is_scarce = False  # the other user of it has gone
         return room
 
     def ran_out(self, saved_bytes: int) -> bool:
@@ -147,8 +147,9 @@ class Limits:
         return _least(self.agreed, self._constraints.activation_budget, self._memory_limit(others))
 
     def own(self, others: NonActivationMemory) -> int | None:
-        """The same as far as it will last, to agree on with others: without what is a guess until the next trace, and
-        without what nothing is refused for.
+        """Return the limit as far as it will last, to agree on with others.
+
+        Without what is a guess until the next trace, and without what nothing is refused for.
         """
         if others.peak_bytes is None or self.has_moved(others):
             return self._constraints.activation_budget

@@ -1,4 +1,4 @@
-"""What moving costs a pass, accounted where it arises, and the running means that plans are made with.
+"""The cost of moving to a pass, accounted where it arises, and the running means that plans are made with.
 
 No pass is compared with one that keeps everything: whole steps scatter by 10 to 40 per cent, and a kept pass makes the
 peak that of plain training. Three causes are counted in every pass that moves:
@@ -24,9 +24,9 @@ from lightning_ssd.planning.simulator import LEAST_SHARE
 __all__ = ["CpuCosts", "Overhead", "OverheadModel", "page_faults"]
 
 _MIN_WEIGHT = 1 / 8
-"""Of the latest pass in a running mean."""
+"""Least weight of the latest pass in a running mean."""
 _RISE, _FALL = 1 / 2, 1 / 8
-"""The same, of an excess that has grown, and of one that has become less: promises come first."""
+"""Weights of an excess that has grown, and of one that has become less: promises come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class CpuCosts:
-    """What workers and page faults take from a computation on the same cores.
+    """The time that workers and page faults take from a computation on the same cores.
 
     Attributes:
         mapping_s_per_byte: of fresh memory, calibrated once.

@@ -1,4 +1,4 @@
-"""What is known of all passes of one signature, and where they stand on the way to a plan.
+"""The knowledge of all passes of one signature, and where they stand on the way to a plan.
 
 A pass is traced, a plan is made from the trace, and the next passes follow it. The first pass of a process does much
 for the first time, so that the next one is traced and planned for as well.
@@ -69,7 +69,7 @@ class PassKind:
     plans: OrderedDict[Sizes, StoredPlan] = field(default_factory=OrderedDict)
     recompute: frozenset[int] = frozenset()
     inner_bytes: dict[int, int] = field(default_factory=dict)
-    """Of recomputed blocks: what a checkpoint computes again goes past the hooks."""
+    """Bytes inside each recomputed block: what a checkpoint computes again goes past the hooks."""
     watch: DriftDetector = field(default_factory=DriftDetector)
     model: OverheadModel = field(default_factory=OverheadModel)
     wants_trace: bool = True

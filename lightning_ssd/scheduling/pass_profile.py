@@ -1,4 +1,4 @@
-"""What one pass teaches the next: which storages come, in which order they are wanted back, what to keep.
+"""The lesson of one pass for the next: which storages come, in which order they are wanted back, what to keep.
 
 Pure bookkeeping: no tensors, no I/O, no clock. A *pass* is one entry into ``saved_tensors()`` with the backward that
 follows. Everything here is a hint; a wrong one costs time, never correctness.
@@ -124,7 +124,7 @@ class PrefetchBudget:
         self._set_bounds(max(self._floor, 2 * nbytes), saved_peak_bytes)
 
     def stalled(self) -> None:
-        """Somebody waited for a read."""
+        """Note that the training thread waited for a read."""
         self._stalled = True
         self._nbytes = min(self._nbytes + self._nbytes // 2, self._ceiling)
 

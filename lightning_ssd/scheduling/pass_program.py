@@ -1,4 +1,4 @@
-"""What is known of a pass before it begins: its storages by size, in pack order, and which of them stay."""
+"""The expected course of a pass: its storages by size, in pack order, and which of them stay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["KEEPS_ALL", "NOTHING_KNOWN", "PassProgram"]
 
 
 class PassProgram(NamedTuple):
-    """What is known of a pass before it begins."""
+    """The expected course of a pass."""
 
     sizes: tuple[int, ...]
     """Bytes of its storages, in pack order."""

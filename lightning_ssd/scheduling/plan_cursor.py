@@ -1,4 +1,4 @@
-"""What one pass follows, storage by storage: a plan that was made for a pass like it, or a rule while there is none."""
+"""Guidance for one pass, storage by storage: a plan that was made for a pass like it, or a rule while there is none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StoredPlan:
     trace: Trace
     goal: PlanObjective
     rates: TierRates
-    """Of the SSD tier."""
+    """Rates of the SSD tier."""
     plan: Plan
 
     @property
@@ -103,7 +103,7 @@ class PlanCursor:
 
     @property
     def program(self) -> PassProgram:
-        """What is known of a pass that follows the latest plan from its first storage on."""
+        """The expected course of a pass that follows the latest plan from its first storage on."""
         if not self._candidates:
             return NOTHING_KNOWN
         known = self._candidates[0]

@@ -42,7 +42,7 @@ class PlanMaker:
     def begin(self, traced: TracedPass, goal: PlanObjective, machine: Machine) -> PlanInProgress:
         """Have a plan made for a pass."""
         task = Task(partial(self._make, traced.trace, machine, goal), "lightning_ssd-plan")
-        # Those that have ended hold a plan, and nobody waits for them at the end.
+        # Those that have ended hold a plan, and are not waited for at the end.
         self._tasks = deque([*(one for one in self._tasks if not one.is_done), task], self._tasks.maxlen)
         task.start()
         return PlanInProgress(task, traced, goal, machine)

@@ -14,12 +14,13 @@ __all__ = ["DAY_S", "Comparison", "PlanReport"]
 
 DAY_S = 86_400
 _WINDOW = 64
+_MAX_PLANS = 16
 _CAUSES = ("stall_s", "hook_s", "cpu_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReport:
-    """The plan of the latest pass, and what the passes that followed it took: medians, and the largest peak."""
+    """The plan of the passes that save most, and what those that followed it took: medians, and the largest peak."""
 
     predicted_step_s: float
     """Forward and backward of one pass, stalls included."""
@@ -32,13 +33,13 @@ class PlanReport:
     predicted_written_bytes: int
     measured_written_bytes: int
     keep_step_s: float
-    """The same pass with everything kept, as far as the profile tells."""
+    """Length of this pass with everything kept, as far as the profile tells."""
     saved_bytes: int
-    """What one pass saves."""
+    """Bytes that one pass saves."""
     moved_bytes: int
-    """Of this, what went to a drive or to host memory."""
+    """Bytes of these that went to a drive or to host memory."""
     host_bytes: int
-    """Of this, what went to host memory."""
+    """Bytes of these that went to host memory."""
     num_passes: int
     """How many passes were measured."""
     num_plans: int
@@ -46,7 +47,7 @@ class PlanReport:
     predicted_overhead: float = 0.0
     """Relative to the same pass with everything kept."""
     measured_overhead: float = 0.0
-    """The same, measured where it arises: see :class:`~lightning_ssd.scheduling.overhead.Overhead`."""
+    """Overhead measured where it arises: see :class:`~lightning_ssd.scheduling.overhead.Overhead`."""
     measured_hook_s: float = 0.0
     measured_cpu_s: float = 0.0
 
@@ -59,29 +60,30 @@ class _Followed(NamedTuple):
 
 
 class Comparison:
-    """Collects the passes that followed one plan; begins anew with another."""
+    """Collects the passes that followed plans, by the sizes that they save; begins anew with another plan for these."""
 
     def __init__(self) -> None:
-        # Replaced as a whole: other threads than the one that trains may ask for numbers meanwhile.
-        self._followed: _Followed | None = None
+        # Replaced as a whole: other threads than the one that trains may ask for numbers meanwhile. The latest is last.
+        self._followed: tuple[_Followed, ...] = ()
 
     def add(self, known: StoredPlan, measured: Measured) -> None:
         """Take note of a pass that followed ``known`` to its end."""
-        followed = self._followed
-        before = followed.measured if followed is not None and followed.known is known else ()
-        self._followed = _Followed(known, (*before, measured)[-_WINDOW:])
+        before = next((one.measured for one in self._followed if one.known is known), ())
+        others = [one for one in self._followed if one.known.sizes != known.sizes]
+        self._followed = (*others[1 - _MAX_PLANS :], _Followed(known, (*before, measured)[-_WINDOW:]))
 
     @property
     def latest(self) -> tuple[StoredPlan, Measured] | None:
         """The last pass that followed a plan."""
         followed = self._followed
-        return None if followed is None else (followed.known, followed.measured[-1])
+        return (followed[-1].known, followed[-1].measured[-1]) if followed else None
 
     def report(self, num_plans: int) -> PlanReport | None:
         """Return ``None`` before the first pass that followed a plan."""
-        if self._followed is None:
+        followed = self._followed
+        if not followed:
             return None
-        known, measured = self._followed
+        known, measured = max(followed, key=lambda one: sum(one.known.sizes))
         prediction = known.plan.prediction
         overhead = Overhead(*(statistics.median(getattr(one.overhead, name) for one in measured) for name in _CAUSES))
         step_s = statistics.median(one.step_s for one in measured)

@@ -37,12 +37,12 @@ _Result = TypeVar("_Result")
 _NUM_WATCHED = 4
 """Storages that the program still holds, to be looked at with each pack."""
 _NUM_LOOKED_AT = 64
-"""The same, when a block ends."""
+"""Number of these when a block ends."""
 _NUM_PER_STAMP = 16
 """Storages, of which one is stamped though no block has begun or ended."""
 _SAMPLE_S = 0.001
 _SAMPLE_SHARE = 0.01
-"""Of the pass, for asking what else is in memory: on a device it takes longer than all the rest."""
+"""Share of the pass for asking what else is in memory: on a device it takes longer than all the rest."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Recorder:
     Args:
         clock: of the device.
         level: bytes of device memory in use (on CPU: of the process), asked for now and then.
-        released: whether nobody but the pass holds a storage.
+        released: whether the pass alone holds a storage.
         now: seconds of the host's clock.
     """
 
@@ -303,7 +303,7 @@ class Recorder:
         # On CUDA the sum is made when the next pass is under way: what lives longer than its pass may be gone by then.
         freed_s = max(min(at(seen.freed_s, end_s), end_s), packed_s)
         wanted_s = None if seen.wanted_s is None else max(at(seen.wanted_s, end_s), packed_s)
-        # Not seen to be released before it was wanted: somebody held it all along (or nobody could look).
+        # Not seen to be released before it was wanted: the program held it all along (or none could look).
         movable = seen.released_s is not None or not can_count_holders()
         return TracedStorage(
             nbytes=seen.nbytes,

@@ -80,8 +80,8 @@ class Scheduler:
         self._planned: list[PassKind] = []  # whose plans are in the making
         self._rested: list[PassKind] = []  # that have moved nothing for long
         self._untold: deque[str] = deque()  # a pass that begins holds the accounting lock, and handlers run any code
-        # Of whoever learns, or puts plans in force: what is known has one writer at a time. Other processes and the
-        # maker's thread are waited for under it, so a pass that begins (under the accounting lock) never waits for it.
+        # Held by the thread that learns, or puts plans in force: knowledge has one writer at a time. Other processes
+        # and the maker's thread are waited for under it, so a pass that begins (under the accounting lock) never waits.
         # One that knows its owner: see _poll_if_free.
         self._learning = threading.RLock()
         self._is_learning = False
@@ -91,7 +91,7 @@ class Scheduler:
     def cursor(
         self, signature: Hashable, *, level_bytes: int, available_bytes: int | None, resident_bytes: int = 0
     ) -> tuple[PlanCursor, bool]:
-        """What the next pass follows, and whether it is to be traced.
+        """Return what the next pass follows, and whether it is to be traced.
 
         Args:
             signature: its kind.
@@ -318,7 +318,7 @@ class Scheduler:
         self._limits.agreed, largest = self._agreement.meet(agree, machine, limit_bytes=limit, floor_bytes=floor)
         if largest > self._limits.agreed:
             less = None
-            if self.trace is not None and floor == largest:  # of another process nobody here can tell
+            if self.trace is not None and floor == largest:  # another process' trace is not known here
                 less = recomputing_budget(self.trace, machine, self._goal(self.trace, self._kind))
             raise self._limits.impossible(
                 largest, self._kind.others, unusable=(self.machine.ssd or _NOTHING).unusable, recomputing_bytes=less
@@ -327,8 +327,9 @@ class Scheduler:
     # -- plans ---------------------------------------------------------------------------------------------------
 
     def _poll_if_free(self) -> None:
-        """Put in force what has been made, unless somebody learns: he does so. Also a signal handler may have come in
-        the midst of that, and begins a pass.
+        """Put in force what has been made, unless a thread learns: that one does so.
+
+        Also a signal handler may have come in the midst of that, and begins a pass.
         """
         if self._is_learning:
             return
@@ -336,7 +337,7 @@ class Scheduler:
             if self._learning.acquire(blocking=False):
                 self._poll()
         finally:
-            # Whether an interrupt came before the lock was taken or right after, nobody could note in time: the lock
+            # Whether an interrupt came before the lock was taken or right after, no flag could say in time: the lock
             # itself refuses who has it not.
             try:  # noqa: SIM105  an interrupt in `suppress` would leave it taken
                 self._learning.release()
@@ -391,8 +392,8 @@ class Scheduler:
             may_move = goal.written_bytes is None or traced.written_bytes <= goal.written_bytes
             is_kept = goal.budget_bytes is not None and traced.peak_bytes <= goal.budget_bytes and may_move
             if is_kept or not self._constraints.has_budget:
-                # Nobody has asked for the limit of scarce memory; nor does the planner know of every way to make room
-                # (copies that a retained graph drops, say). This pass was possible: go on like it.
+                # The user has not asked for the limit of scarce memory; nor does the planner know every way to make
+                # room (copies that a retained graph drops, say). This pass was possible: go on like it.
                 self._untold.append(f"no plan is known for a pass that was possible: {error}")
                 kind.unplanned.append(sizes)
                 return

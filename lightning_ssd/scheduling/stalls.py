@@ -21,7 +21,7 @@ __all__ = ["Stalls", "stall_seconds"]
 
 
 def stall_seconds(clock: Clock, begin: Stamp, end: Stamp) -> float:
-    """What the device lost between two stamps that it has passed; 0 for what is the clock's noise."""
+    """Return the seconds that the device lost between two stamps that it has passed; 0 for noise of the clock."""
     seconds = clock.seconds(begin, end)
     return seconds if seconds > clock.noise_s else 0.0
 
@@ -53,7 +53,7 @@ class Stalls:
         self._late_read = late_read
         self._pending: deque[_Stall] = deque()
         self.waited_s = 0.0
-        """Of the threads themselves, by the host's clock."""
+        """Seconds that the threads themselves waited, by the host's clock."""
 
     def add(self, nbytes: int, start_s: float, begin: Stamp, end: Stamp, *, for_read: bool) -> None:
         """This thread has waited.

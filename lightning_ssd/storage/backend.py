@@ -29,7 +29,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """What really happens, for reports: "posix O_DIRECT", "posix page cache", "kvikio GDS" or "kvikio POSIX"."""
+        """The way that is taken, for reports: "posix O_DIRECT", "posix page cache", "kvikio GDS" or "kvikio POSIX"."""
 
     @property
     def memory_alignment(self) -> int:

@@ -1,4 +1,4 @@
-"""Directories that spill files lie in: the user's, judged before use, and ours in them, which nobody else gets into.
+"""Directories that spill files lie in: the user's, judged before use, and ours in them, which no other user gets into.
 
 Anonymous files do not keep a directory from being removed. So each holder of a directory of ours has a shared lock on
 it (``flock``), which the kernel drops however a process ends.
@@ -82,10 +82,10 @@ def missing_parts(path: Path) -> list[Path]:
 def _warn_unmounted(made: Sequence[Path]) -> None:
     """Log which directories were made on the system's own drive: of one that is not mounted, the name alone is there.
 
-    Not of those that anybody would have there: below the working, the home and the temporary directory.
+    Not of those that every user has there: below the working, the home and the temporary directory.
     """
     for path in made:
-        with suppress(OSError):  # somebody else has removed it
+        with suppress(OSError):  # another process has removed it
             if os.stat(path).st_dev == os.stat("/").st_dev and not any(map(path.is_relative_to, _usual_places())):
                 _log.warning(
                     "%s was missing and has been made on the drive of /; if another drive was meant, mount it and "
@@ -104,7 +104,7 @@ def _usual_places() -> set[str]:
 
 
 def _remove(path: Path) -> None:
-    """Unless somebody else uses it by now."""
+    """Remove it unless another process uses it by now."""
     with suppress(OSError):
         path.rmdir()
 
@@ -123,7 +123,7 @@ def _refuse_twice(paths: Sequence[Path]) -> None:
             )
             raise ConfigError(
                 f"HardwareProfile.paths (or $LIGHTNING_SSD_PATHS) names a directory twice: {names} would be taken for "
-                "two drives; allowed: one directory per drive. Leave one of them out"
+                "two drives, and each drive is to have one directory. Leave one of them out"
             )
 
 
@@ -148,10 +148,10 @@ MAX_VANISHED = 100
 
 
 def open_private(parent: int, path: Path, *, repair: bool = False) -> int:
-    """Open (make) a 0700 directory of ours through ``parent``, so that nobody can swap it for a link in between.
+    """Open (make) a 0700 directory of ours through ``parent``, so that no user can swap it for a link in between.
 
     Args:
-        parent: descriptor of the directory that ``path`` lies in. Anybody may be able to write there.
+        parent: descriptor of the directory that ``path`` lies in. Other users may be able to write there.
         path: only its name is looked up; the whole is for messages.
         repair: take the rights of others away instead of refusing.
 
@@ -159,7 +159,7 @@ def open_private(parent: int, path: Path, *, repair: bool = False) -> int:
         A descriptor of the directory, which the caller closes.
 
     Raises:
-        StorageError: another user's, open to others, or a link, file or pipe that somebody has put there.
+        StorageError: another user's, open to others, or a link, file or pipe that another user has put there.
         OSError: it cannot be made, or has gone in between.
     """
     with suppress(FileExistsError):
@@ -168,7 +168,7 @@ def open_private(parent: int, path: Path, *, repair: bool = False) -> int:
         folder = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     except NotADirectoryError as error:
         raise StorageError(
-            error.errno, f"{path} is a symbolic link or a file; allowed: a directory that we made. Remove it"
+            error.errno, f"{path} is a symbolic link or a file, where a directory of ours would be. Remove it"
         ) from error
     except PermissionError as error:
         # Ours we may read. Whose it is says more than that we may not.
@@ -190,7 +190,7 @@ def open_private(parent: int, path: Path, *, repair: bool = False) -> int:
 def _not_private(path: Path, facts: os.stat_result) -> StorageError:
     return StorageError(
         errno.EPERM,
-        f"{path} belongs to user {facts.st_uid} with mode {stat.S_IMODE(facts.st_mode):04o}; allowed: user "
+        f"{path} belongs to user {facts.st_uid} with mode {stat.S_IMODE(facts.st_mode):04o}; it must be of user "
         f"{os.geteuid()} with mode 0700, because spill files hold training data. Remove it or take another path",
     )
 
@@ -212,7 +212,7 @@ class HeldDirectory:
         path: what to hold.
 
     Raises:
-        StorageError: it belongs to somebody else, or is a symbolic link, a file or a pipe.
+        StorageError: it belongs to another user, or is a symbolic link, a file or a pipe.
         UnsuitablePathError: it cannot be made.
     """
 
@@ -221,17 +221,17 @@ class HeldDirectory:
         self._folder: int | None = _open_held(path)
 
     def close(self) -> None:
-        """Let go; remove it if it is empty and nobody else holds it. Idempotent."""
+        """Let go; remove it if it is empty and no other process holds it. Idempotent."""
         folder, self._folder = self._folder, None
         if folder is None:
             return
         try:
             with _suppressed(_NO_FLOCK):
-                # Held by somebody else, this fails, and theirs is the last word.
+                # Held by another process, this fails, and theirs is the last word.
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with _suppressed(_NOT_REMOVED):
                 found, held = os.stat(self.path, follow_symlinks=False), os.fstat(folder)
-                # Removed by hand and made again by somebody else, it is theirs.
+                # Removed by hand and made again by another process, it is theirs.
                 if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
                     self.path.rmdir()
         except BlockingIOError:

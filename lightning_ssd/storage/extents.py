@@ -27,7 +27,7 @@ class ExtentAllocator:
 
     def __init__(self, block_bytes: int) -> None:
         if block_bytes <= 0:
-            raise ValueError(f"block_bytes={block_bytes}; allowed: a positive number of bytes")
+            raise ValueError(f"block_bytes={block_bytes}; give a positive number of bytes")
         self._block_bytes = block_bytes
         self._capacity_bytes = 0
         self._used: dict[int, int] = {}
@@ -55,7 +55,7 @@ class ExtentAllocator:
     def round_up(self, nbytes: int) -> int:
         """``nbytes`` in whole blocks."""
         if nbytes <= 0:
-            raise ValueError(f"an extent of {nbytes} bytes was asked for; allowed: at least 1 byte")
+            raise ValueError(f"an extent of {nbytes} bytes was asked for; ask for at least 1 byte")
         return round_up(nbytes, self._block_bytes)
 
     def allocate(self, nbytes: int) -> Extent | None:
@@ -87,7 +87,7 @@ class ExtentAllocator:
     def grow(self, nbytes: int) -> None:
         """Add ``nbytes`` (whole blocks) at the end."""
         if nbytes <= 0 or nbytes % self._block_bytes:
-            raise ValueError(f"growth by {nbytes} bytes; allowed: a positive multiple of {self._block_bytes}")
+            raise ValueError(f"growth by {nbytes} bytes; give a positive multiple of {self._block_bytes}")
         start = self._capacity_bytes
         self._capacity_bytes += nbytes
         self._merge(start, nbytes)

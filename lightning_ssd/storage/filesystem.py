@@ -36,7 +36,7 @@ _NETWORK_TYPES = frozenset(
 _REFUSALS = frozenset(
     {errno.ENOENT, errno.EPERM, errno.EACCES, errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENAMETOOLONG}
 )
-"""What the system says where a directory takes no files, as those of /proc and /sys."""
+"""Errors of the system where a directory takes no files, as those of /proc and /sys."""
 _ADVICE = "name a directory on a local SSD"
 _SETTINGS = "(HardwareProfile.paths, $LIGHTNING_SSD_PATHS)"
 
@@ -51,7 +51,7 @@ _statx: Any = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
 
 
 class DirectAlignment(NamedTuple):
-    """What direct I/O wants of a memory address, and of an offset or length in the file."""
+    """The alignment that direct I/O wants of a memory address, and of an offset or length in the file."""
 
     memory: int
     offset: int
@@ -59,7 +59,7 @@ class DirectAlignment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DirectoryFacts:
-    """What a directory lies on."""
+    """Facts of the file system and the drive of a directory."""
 
     path: Path
     file_system: str
@@ -69,7 +69,7 @@ class DirectoryFacts:
     is_memory: bool
     is_network: bool
     is_rotational: bool | None
-    """What the kernel believes; virtual disks often say ``True`` wrongly. ``None``: unknown."""
+    """The kernel's belief; virtual disks often say ``True`` wrongly. ``None``: unknown."""
     free_bytes: int
     total_bytes: int
 
@@ -170,7 +170,7 @@ def _unsuitable(path: Path, reason: str, advice: str, code: int | None) -> Unsui
 
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
-    """What ``O_DIRECT`` wants for this file, or ``None`` where the file system says that it has no direct I/O.
+    """Return what ``O_DIRECT`` wants for this file, or ``None`` where the file system says that it has no direct I/O.
 
     Asks ``statx``; else the limits of the drive's queue; else assumes one page, which suits every drive.
     """

@@ -156,7 +156,7 @@ class PosixBackend:
             return
         if offset % self.block_bytes or region.nbytes % self.block_bytes:
             raise ValueError(
-                f"a {verb} of {region.nbytes} bytes at offset {offset}; allowed: multiples of {self.block_bytes}"
+                f"a {verb} of {region.nbytes} bytes at offset {offset}; give multiples of {self.block_bytes}"
             )
         if arena.is_distrusted:
             raise StorageError(

@@ -45,8 +45,8 @@ class Arena:
     The file lies in ``directory/.lightning_ssd-<uid>`` (0700, ours, no symlink), which is made when missing and
     removed at close.
 
-    Note [freeing waits for nobody]: the lock is held while the file grows. So ``free`` leaves the extent, in one step
-    that nothing can divide, to whoever holds the lock next.
+    Note [freeing never waits]: the lock is held while the file grows. So ``free`` leaves the extent, in one step
+    that nothing can divide, to the next holder of the lock.
 
     Args:
         directory: the user's directory.
@@ -87,7 +87,7 @@ class Arena:
         self._num_users = 0
         self._is_mapped = False
         self._closed = False
-        # Guards allocator, growth, users and closing. A leaf lock: nothing else is locked and nobody called under it.
+        # Guards allocator, growth, users and closing. A leaf lock: nothing else is locked or called under it.
         self._lock = threading.Lock()
         self._fd = _open_anonymous(self.directory, self.path.name, direct=direct)
 
@@ -270,7 +270,7 @@ class Arena:
         raise self._out_of_space(need)
 
     def _growth_steps(self, need: int, *, resting: bool) -> list[int]:
-        """What to try: a comfortable chunk first, unless that would take most of what others have left."""
+        """Return what to try: a comfortable chunk first, unless that would take most of what others have left."""
         chunk = self._extents.round_up(min(max(self._growth_bytes, self.size_bytes // 4), _MAX_GROWTH_BYTES))
         facts = os.fstatvfs(self._fd)
         if resting or chunk <= need or chunk > facts.f_bavail * facts.f_frsize // 2:

@@ -1,4 +1,4 @@
-"""What leans on Lightning's private parts (2.6), each piece with the upstream place that it answers.
+"""Code that leans on Lightning's private parts (2.6), each piece with the upstream place that it answers.
 
 ``tests/strategies/test_lightning_compat.py`` asserts of each place that it is still as it is told here.
 """
@@ -94,7 +94,7 @@ class _OneDevice(FabricSingleDeviceStrategy):
     """Stands before a strategy for several devices among the bases of a class."""
 
     parallel_devices: list[torch.device] | None
-    # This process may still be one of many to somebody else (torchrun, SLURM); not to us.
+    # This process may still be one of many to its launcher (torchrun, SLURM); not to us.
     global_rank = 0
     local_rank = 0
     node_rank = 0
@@ -107,7 +107,7 @@ class _OneDevice(FabricSingleDeviceStrategy):
         return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
 
     def _setup_distributed(self) -> None:
-        """There is nobody to meet."""
+        """Return at once: there is no other process."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (type(self).__bases__[1], self.__getstate__())

@@ -1,4 +1,4 @@
-"""What kind of step a batch makes: its shapes, and the modes that change what forward saves."""
+"""The kind of step that a batch makes: its shapes, and the modes that change what forward saves."""
 
 from __future__ import annotations
 

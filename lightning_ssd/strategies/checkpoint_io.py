@@ -34,7 +34,7 @@ class StreamedCheckpointIO(TorchCheckpointIO):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when it is complete and on the drive: a crash leaves the old file or the new one, never half of one.
-        # Named before it is there, so that an interrupt never leaves one that nobody knows of.
+        # Named before it is there, so that an interrupt never leaves an unknown one.
         name = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
         try:
             with (
@@ -66,7 +66,7 @@ class StreamedCheckpointIO(TorchCheckpointIO):
 
 
 class _WatchedFile:
-    """What ``torch.save`` needs of a file, which tells how much has been written.
+    """Stands for a file of ``torch.save``, and tells how much has been written.
 
     Once the file is closed, what comes is dropped: of a save that was interrupted, PyTorch writes the archive's end
     from a destructor in C++, where an error ends the process. A whole one has been ended before.
@@ -92,10 +92,10 @@ class _WatchedFile:
 
 
 def _num_bytes(checkpoint: dict[str, Any]) -> int:
-    """Of the tensors; 0 where one cannot tell."""
+    """Return the bytes of the tensors; 0 where they are unknown."""
     try:
         return sum(leaf.nbytes for leaf in tree_leaves(checkpoint) if isinstance(leaf, torch.Tensor))
-    except Exception:  # of whatever class: nobody needs the number
+    except Exception:  # of whatever class: the number is not needed
         return 0
 
 

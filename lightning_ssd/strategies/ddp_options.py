@@ -1,4 +1,4 @@
-"""What users say of several processes: how they start, and what ``DistributedDataParallel`` gets."""
+"""Options of users for several processes: how they start, and what ``DistributedDataParallel`` gets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_start_method(owner: object, start_method: str) -> None:
 
 
 def ddp_arguments(*, broadcast_buffers: bool | None, **others: Any) -> dict[str, Any]:
-    """Of ``DistributedDataParallel``; ``None``: its own default."""
-    if broadcast_buffers is None:  # PyTorch 2.13 warns whoever passes this one at all
+    """Return arguments of ``DistributedDataParallel``; ``None``: its own default."""
+    if broadcast_buffers is None:  # PyTorch 2.13 warns where this one is passed at all
         return others
     return {**others, "broadcast_buffers": broadcast_buffers}

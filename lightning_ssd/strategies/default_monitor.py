@@ -19,7 +19,7 @@ class DefaultMonitor(OffloadMonitor):
     """Gives numbers to the Trainer's loggers and prints the verdict, and does nothing that shows anywhere else.
 
     It is not on the progress bar, because what is shown there becomes a callback metric. It records no steps, because
-    recording costs time. It has no state in checkpoints, because whoever loads one would be asked for this callback.
+    recording costs time. It has no state in checkpoints, because loading one would ask for this callback.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class DefaultMonitor(OffloadMonitor):
         return False
 
     def attach(self, trainer: pl.Trainer) -> None:
-        """Join the Trainer's callbacks where somebody will read the numbers and nobody else logs them."""
+        """Join the Trainer's callbacks where a logger wants the numbers and no other callback logs them."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         is_read = any(not isinstance(logger, DummyLogger) for logger in trainer.loggers)
         if not is_read or trainer.barebones or any(isinstance(one, OffloadMonitor) for one in callbacks):

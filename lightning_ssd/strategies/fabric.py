@@ -86,7 +86,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     strategy_name = "ssd_offload"
     description = "saved activations wait on SSD"
-    """Of the name, in Fabric's registry."""
+    """Description of the name in Fabric's registry."""
     is_sharded = False
 
     def __init__(
@@ -209,7 +209,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     @override
     def _set_world_ranks(self) -> None:
-        # With one device this process may still be one of many to somebody else (torchrun, SLURM); not to us.
+        # With one device this process may still be one of many to its launcher (torchrun, SLURM); not to us.
         if self.is_distributed:
             super()._set_world_ranks()
 
@@ -329,7 +329,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        if self._num_ended < self._num_passes:  # somebody has called loss.backward()
+        if self._num_ended < self._num_passes:  # the program has called loss.backward()
             self._end_backward()
         return super().optimizer_step(optimizer, **kwargs)
 
@@ -353,9 +353,9 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 def _may_install() -> bool:
     """Whether a pass may begin here.
 
-    Hooks that somebody has installed around the forward (a checkpoint, ``save_on_cpu``, a pass of ours) are to see
+    Hooks that the program has installed around the forward (a checkpoint, ``save_on_cpu``, a pass of ours) are to see
     what is saved. Transforms of ``torch.func`` and ``disable_saved_tensors_hooks`` refuse hooks. A forward that a
-    backward calls is repeated by somebody who knows what to keep.
+    backward calls is repeated by code that knows what to keep.
     """
     autograd: Any = torch._C._autograd  # two of the following are in no stub
     return (

@@ -32,7 +32,7 @@ def _stepped_over(function: _F) -> _F:
 
 
 class ForwardContextPatch(MethodPatch):
-    """Enters something around each call of a module's ``forward``, until it is removed or nobody wants it any more.
+    """Enters something around each call of a module's ``forward``, until it is removed or no longer wanted.
 
     Stays outside of compiled code: of a module that was compiled in place (``module.compile()``), which is called in
     another way, and of one whose ``forward`` is compiled below us (``torch.compile(module)``).

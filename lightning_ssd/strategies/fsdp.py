@@ -140,7 +140,7 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        import torch.distributed.fsdp  # noqa: F401  # so that shards are seen as they are cut, whoever imports it later
+        import torch.distributed.fsdp  # noqa: F401  # so that shards are seen as they are cut, also when it is imported later
 
         super().setup_environment()
 

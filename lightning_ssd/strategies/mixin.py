@@ -1,4 +1,4 @@
-"""What every strategy of ours does with an :class:`~lightning_ssd.offloader.Offloader`, whatever trains in parallel."""
+"""The part of every strategy of ours that deals with an :class:`~lightning_ssd.offloader.Offloader`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OffloadMixin(WithModule):
 
     strategy_name: str
     description: str
-    """Of the name, in Lightning's registry."""
+    """Description of the name in Lightning's registry."""
     is_sharded = False
     """Whether processes have shards of the model, or each has all of it."""
 
@@ -194,7 +194,7 @@ class OffloadMixin(WithModule):
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        # The last thing in Lightning's backward, which stays its own: whoever wraps that one expects to be called once.
+        # The last thing in Lightning's backward, which stays its own: a wrapper of that one expects to be called once.
         super().post_backward(closure_loss)
         if self._session is not None and self._session.is_set_up:
             self._session.end_backward()

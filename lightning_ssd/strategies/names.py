@@ -1,4 +1,4 @@
-"""What ``strategy="..."`` means: policies of ours by name, to Trainers and Fabrics of both of Lightning's packages."""
+"""The meaning of ``strategy="..."``: our policies by name, for Trainers and Fabrics of both packages of Lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot wait on drives where every process has all of the model and ``DistributedDataParallel`` trains it."""
+"""Checks of what cannot wait on drives where ``DistributedDataParallel`` trains all of the model in each process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_model(owner: str, num_processes: int, policy: OffloadPolicy, module: n
         ConfigError: with the name of the owner.
     """
     if policy.parameters == "keep" or policy.optimizer_states == "keep":
-        return  # the latter: nobody has asked for trained weights
+        return  # the latter: trained weights were not asked for
     if any(p.nbytes >= policy.min_tensor_nbytes and not p.requires_grad for p in module.parameters()):
         return
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a strategy has while it trains: an offloader, in agreement with those of other processes."""
+"""The session of a strategy while it trains: an offloader, in agreement with those of other processes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def offloaded(optimizer: Any, offloader: Offloader) -> Any:
 
 
 class Owner(Protocol):
-    """What a session asks of its strategy."""
+    """The facts that a session asks of its strategy."""
 
     @property
     def policy(self) -> OffloadPolicy: ...
@@ -120,7 +120,7 @@ class OffloadSession:
         return self._meets_others is not None and self._meets_others()
 
     def _smallest(self, values: Sequence[float]) -> list[float]:
-        """Of each number the smallest that any process has, so that all plan alike."""
+        """Return for each number the smallest that any process has, so that all plan alike."""
         if not self.meets_others or not torch.distributed.is_initialized():
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)

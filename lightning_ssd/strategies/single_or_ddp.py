@@ -49,7 +49,7 @@ class GroupOptions(NamedTuple):
 
 
 class HookOptions(NamedTuple):
-    """What becomes of gradients on their way between processes."""
+    """Hooks for gradients on their way between processes."""
 
     state: object | None
     hook: Callable[..., Any] | None
@@ -59,7 +59,7 @@ class HookOptions(NamedTuple):
 
 
 class WithModule(ParallelStrategy):
-    """What strategies tell of their module and processes."""
+    """The facts that strategies tell of their module and processes."""
 
     num_nodes: int
 
@@ -144,7 +144,7 @@ class SingleOrDDPStrategy(WithModule):
             raise RuntimeError(f"{type(self).__name__} has no device yet; it gets one from the Trainer")
         return self.parallel_devices[self.local_rank]
 
-    # With one device this process may still be one of many to somebody else (torchrun, SLURM); not to us.
+    # With one device this process may still be one of many to its launcher (torchrun, SLURM); not to us.
 
     @property
     @override

@@ -36,7 +36,7 @@ class StoredBytes(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether these are all; else the owner has given the write up, and nobody may read it."""
+        """Whether these are all; else the owner has given the write up, and it must not be read."""
 
 
 class WriteOwner(Protocol):
@@ -62,7 +62,7 @@ class ReadOwner(Protocol):
 
 
 class Progress(NamedTuple):
-    """What a tier has done since it was opened. Seconds are those in which at least one move was under way."""
+    """Counters of a tier since it was opened. Seconds are those in which at least one move was under way."""
 
     written_bytes: int
     write_busy_s: float
@@ -83,7 +83,7 @@ class Tier(Protocol):
         """Queue a write of ``nbytes`` bytes behind ``after``.
 
         Returns:
-            Whether there is room. ``False``: nothing was queued and nobody will call the owner. ``True``: the place is
+            Whether there is room. ``False``: nothing was queued and the owner is not called. ``True``: the place is
             taken for good or goes back by itself, when the owner no longer wants the write, it fails or is discarded
             at close. A tier that learns of its room while it writes returns ``True`` and lets the write fail.
 
@@ -107,9 +107,9 @@ class Tier(Protocol):
             owner: is told of the end.
             stored: what to read.
             device: of the memory to read into.
-            urgent: somebody waits for it.
+            urgent: the training thread waits for it.
             into: that memory; ``None``: it is allocated in the calling thread and on its stream, or, where no stream
-                is asked and nobody waits, by a worker.
+                is asked and the read is not urgent, by a worker.
             after: of ``into``: it may be written to once this has passed, since PyTorch lends memory of a device while
                 kernels of its former owner are still queued.
 
@@ -121,10 +121,10 @@ class Tier(Protocol):
         """
 
     def promote(self, read: Transfer) -> None:
-        """Somebody waits for this read: serve it before the speculative ones."""
+        """Serve this read before the speculative ones: the training thread waits for it."""
 
     def free(self, stored: StoredBytes) -> None:
-        """Give the place back. Nobody may read ``stored`` any more. Harmless after close."""
+        """Give the place back. ``stored`` must not be read any more. Harmless after close."""
 
     def progress(self) -> Progress:
         """Bytes and busy seconds of both directions."""
@@ -151,7 +151,7 @@ def check_size(storage: torch.UntypedStorage, nbytes: int, label: str) -> Region
 
 
 def moved_meanwhile(storage: torch.UntypedStorage | None, memory: Region | None, label: str) -> StorageError | None:
-    """What is wrong with the bytes that were read from ``memory`` while it was written.
+    """Return what is wrong with the bytes that were read from ``memory`` while it was written.
 
     ``untyped_storage().resize_()`` and ``share_memory_()`` give a storage other memory and free what it had, with no
     sign in its version. What was written may be anything then; what the storage has now is its owner's.

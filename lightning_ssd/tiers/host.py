@@ -36,9 +36,9 @@ class HostTier:
     reservation belongs to the write: it ends with it, unless the write succeeds and hands it to the owner. A write that
     its owner took back keeps its extent until a worker gets to it.
 
-    A read is handed over as soon as its last copy is queued; whoever uses the memory waits for the mark on its stream.
+    A read is handed over as soon as its last copy is queued; the user of the memory waits for the mark on its stream.
     Until the mark has passed the tier holds both memories: the extent is not lent again even if it is freed
-    meanwhile, and the new storage stays allocated even if nobody else holds it.
+    meanwhile, and the new storage stays allocated even if the tier alone holds it.
 
     There are no checksums here (``verify``): this is memory, as that of the tensors which are kept.
 
@@ -160,7 +160,7 @@ class HostTier:
         """See :class:`Tier`.
 
         Raises:
-            BaseException: what a copy failed with after it had been handed over, when nobody was there to be told.
+            BaseException: what a copy failed with after it had been handed over, when its owner had ended.
         """
         with ExitStack() as stack:  # upwards, whatever one of them raises
             stack.callback(self.arena.close)
@@ -323,7 +323,7 @@ class _Read(Transfer):
                 self._num_left -= 1
                 if self._num_left == 0:
                     # All copies of ours are queued on one stream, and this is the last: it stands for all, and
-                    # whoever wants the bytes waits for it.
+                    # the user of the bytes waits for it.
                     self._last = after, mark
                     return
             try:

@@ -148,7 +148,7 @@ class HostArena:
             done += length
 
     def close(self) -> None:
-        """Give the memory back. Nobody may copy from or to it any more. Idempotent."""
+        """Give the memory back. It must not be copied from or to any more. Idempotent."""
         if self.is_foreign:
             return  # the memory is not in this process, and the locks may have been taken at the fork
         with self._pin_lock, self._lock:

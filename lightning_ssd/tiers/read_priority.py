@@ -1,4 +1,4 @@
-"""Writes give way to reads that somebody waits for."""
+"""Let writes give way to urgent reads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def patience_s(chunk_s: float) -> float:
 
 
 class UrgentGate:
-    """Counts urgent reads, from the moment somebody waits for them until they end, and lets writes wait for none.
+    """Counts urgent reads, and lets writes wait until there is none.
 
-    It only delays: a write that has waited long enough goes on, so that nothing depends on a read ending.
+    A read counts from the moment the training thread waits for it until it ends. The gate only delays: a write that has
+    waited long enough goes on, so that nothing depends on a read ending.
     """
 
     def __init__(self) -> None:

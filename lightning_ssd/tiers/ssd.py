@@ -73,7 +73,7 @@ class _SsdBytes:
     checksums: tuple[int, ...]
     label: str
     missing_nbytes: int = 0
-    """Of a write that was given up."""
+    """Bytes that a write left out when it was given up."""
 
     @property
     def body_nbytes(self) -> int:
@@ -99,8 +99,8 @@ class SsdTier:
             sizes at the same moments: with equal ones they would all begin at one drive.
         drive: where the tier has but one directory, its number among those of others, for events.
 
-    Note [writes give way]: reads and writes share the drives. While somebody waits for a read, no worker begins a write
-    or the next chunk of one (see ``tiers/read_priority.py`` for how long at most).
+    Note [writes give way]: reads and writes share the drives. While the training thread waits for a read, no worker
+    begins a write or the next chunk of one (see ``tiers/read_priority.py`` for how long at most).
     """
 
     name = "ssd"
@@ -171,8 +171,8 @@ class SsdTier:
     ) -> Transfer:
         mine = self._mine(stored)
         if not mine.is_complete:
-            raise ValueError(f"{mine.label} was not written to its end; nobody was to read it")
-        # Mapping memory waits for page faults of other threads: nobody waits for a speculative read, so a worker does.
+            raise ValueError(f"{mine.label} was not written to its end; it must not be read")
+        # Mapping memory waits for page faults of other threads: a speculative read has time, so a worker does.
         if into is None and (urgent or not self.mover.allocates_anywhere):
             into, after = self.mover.allocate(mine.nbytes, mine.edges, device)
         elif into is not None and into.nbytes() != mine.nbytes:
@@ -217,7 +217,7 @@ class SsdTier:
         """See :class:`Tier`.
 
         Raises:
-            BaseException: what a copy failed with after it had been handed over, when nobody was there to be told.
+            BaseException: what a copy failed with after it had been handed over, when its owner had ended.
         """
         with ExitStack() as stack:  # upwards, whatever one of them raises
             for arena in self._arenas:
@@ -237,7 +237,7 @@ class SsdTier:
 
     @property
     def num_directories(self) -> int:
-        """Of directories, each with its own workers."""
+        """Number of directories, each with its own workers."""
         return len(self._arenas)
 
     def allocate(self, start: int, nbytes: int, avoided: Collection[int] = ()) -> _Part:
@@ -298,7 +298,7 @@ class SsdTier:
         return self._sampler.wants()
 
     def note_late(self, error: BaseException, label: str, *memories: object) -> None:
-        """A copy has failed that was handed over, and may still use these memories, so that nobody else may."""
+        """Note that a copy failed after it was handed over. It may still use these memories: none is lent again."""
         forget_frames(error)
         self._lost.extend(memories)
         self._late_error = self._late_error or error
@@ -332,7 +332,7 @@ class _Write(Transfer):
         self._parts: list[_Part] = []
         self._checksums: list[int | None] = []
         self._memory: Region | None = None
-        self._missing_nbytes = 0  # of the pieces that nobody wanted any more
+        self._missing_nbytes = 0  # of the pieces that were no longer wanted
         # Guards it, the parts and the bytes that move. A leaf lock.
         self._changing = threading.Lock()
 
@@ -509,7 +509,7 @@ class _Read(Transfer):
 
     def finish(self, error: BaseException | None) -> None:
         storage, self._storage = self._storage, None
-        # All copies of ours run on one stream, so that the one that was queued last stands for all; whoever wants the
+        # All copies of ours run on one stream, so that the one that was queued last stands for all; the user of the
         # bytes waits for it.
         self._owner.read_ended(None if error else storage, None if error else self._mark, error)
 

@@ -10,7 +10,7 @@ Note: Who waits for whom
 
 Note: Memory that several streams use
     Plain autograd holds a saved tensor until backward, whichever stream uses it. We let go of it after its write, and
-    a reload is allocated by whoever prefetches it. So every packed and every unpacked tensor is recorded for
+    a reload is allocated by the thread that prefetches it. So every packed and every unpacked tensor is recorded for
     the stream that uses it; for the stream that allocated it this does nothing.
 """
 
@@ -66,7 +66,7 @@ class CopyEngine(Protocol):
 
 
 class _Passed:
-    """A point that was passed before anybody asked."""
+    """A point that was passed before it was asked for."""
 
     __slots__ = ()
 
@@ -168,7 +168,7 @@ class StreamCopies:
         with self._accelerator.as_current(), self._accelerator.using(stream):
             if after is not PASSED:
                 stream.wait_event(cast(_EventMark, after).event)
-            event = self._accelerator.event()  # first: without one, nobody could tell when the buffer is free again
+            event = self._accelerator.event()  # first: without one, no mark could tell when the buffer is free again
             target.copy_(source, non_blocking=True)
             try:
                 return _EventMark(self._accelerator, stream, event)

@@ -71,7 +71,7 @@ class Transfer(ABC):
     def finish(self, error: BaseException | None) -> None:
         """Called once, after the last chunk or the first failure.
 
-        Must not raise: what it raises becomes the move's error, and whoever flushes or closes the queue gets it.
+        Must not raise: what it raises becomes the move's error, and is raised where the queue is flushed or closed.
         """
 
     @abstractmethod
@@ -178,7 +178,7 @@ class TransferQueue:
         try:
             for thread in self._threads:
                 thread.start()
-        except BaseException:  # there can be no more threads, or somebody has pressed Ctrl-C while one started
+        except BaseException:  # there can be no more threads, or the user has pressed Ctrl-C while one started
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             self.close()
             raise
@@ -196,7 +196,7 @@ class TransferQueue:
                 self._announce(transfer)
 
     def promote(self, transfer: Transfer) -> None:
-        """Make a queued move urgent: somebody waits for it."""
+        """Make a queued move urgent: the training thread waits for it."""
         with self._lock:
             if not transfer.urgent and not transfer.ended:
                 # Second entries with a better rank; the first ones are skipped when they surface.
@@ -221,7 +221,7 @@ class TransferQueue:
         """Block until every submitted move has ended.
 
         Raises:
-            BaseException: what a move has raised where it must not: somebody may not know of its end.
+            BaseException: what a move has raised where it must not: its owner may not know of its end.
         """
         self._idle.until(lambda: True if not self._num_active and not self._has_any_work() else None)
         fault = self._fault
@@ -363,7 +363,7 @@ class TransferQueue:
             chunk_s = time.perf_counter() - start_s
 
     def _keep_fault(self, transfer: Transfer, error: BaseException) -> None:
-        """Whoever waits for the move, flushes or closes is told."""
+        """Keep an error for the thread that waits for the move, flushes or closes."""
         forget_frames(error)
         with self._lock:
             transfer.error = transfer.error or error
@@ -479,7 +479,7 @@ class TransferQueue:
 
 
 def _attempt(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
-    """What ``work`` gives, and what it raises: handed to the waiting thread, nothing is swallowed.
+    """Return what ``work`` gives, and what it raises: handed to the waiting thread, nothing is swallowed.
 
     The error outlives the transfer, and takes none of the memory along that was moved.
     """

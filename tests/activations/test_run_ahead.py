@@ -48,12 +48,6 @@ class TestBound:
         ahead.wait()
         assert not ahead.late
 
-    def test_peaks_that_are_set_back_do_not_make_it_tighter(self) -> None:
-        ahead = RunAhead()
-        for index, mark in enumerate(marks(4)):
-            ahead.add(mark, 32 * MIB, 2048 * MIB if index == 0 else 0)
-        assert not ahead.late
-
 
 class Counted(LateCopies):
     """Knows how many bytes of saved tensors the compute stream still had to compute when the next one was saved."""

@@ -198,7 +198,7 @@ def test_a_mistyped_fact_of_a_machine_is_refused(conf: Schema, spill_dir: Path) 
     ],
 )
 def test_facts_out_of_bounds_are_refused(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"MachineProfile\.{name}=.*; allowed: "):
+    with pytest.raises(ConfigError, match=rf"MachineProfile\.{name}=.*; write "):
         MachineProfile(**{name: value})  # type: ignore[arg-type]
 
 

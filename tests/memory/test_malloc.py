@@ -257,7 +257,7 @@ def test_an_old_glibc_reuses_all_but_the_largest_tensors(monkeypatch):
 
 
 def test_a_threshold_that_glibc_would_refuse():
-    with pytest.raises(ConfigError, match=r"MallocThreshold\.nbytes=1; allowed: an integer from 4096"):
+    with pytest.raises(ConfigError, match=r"MallocThreshold\.nbytes=1; give an integer from 4096"):
         MallocThreshold(1)
 
 

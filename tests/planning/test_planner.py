@@ -169,7 +169,7 @@ def test_wear_limits_what_is_written() -> None:
 
 def test_an_impossible_budget_names_the_smallest() -> None:
     for goal in (PlanObjective(budget_bytes=10), PlanObjective(budget_bytes=10, recompute=True)):
-        with pytest.raises(BudgetTooSmall, match="allowed: at least 100") as caught:
+        with pytest.raises(BudgetTooSmall, match="the smallest budget is 100") as caught:
             make_plan(NET, ssd(1000), goal)
         smallest = caught.value.smallest_bytes
         # One in use; the next one is read when it is gone.

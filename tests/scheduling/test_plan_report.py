@@ -105,3 +105,19 @@ def test_a_long_run_is_judged_by_its_latest_passes() -> None:
     assert report is not None
     assert report.num_passes == 64
     assert report.measured_step_s == 967.5
+
+
+def test_a_short_last_batch_takes_no_place_of_the_passes_that_save_most() -> None:
+    comparison = Comparison()
+    for step in range(40):
+        comparison.add(PLAN, ONE)
+        short = replace(PLAN, sizes=(0, step % 20))
+        comparison.add(short, replace(ONE, step_s=0.1))
+    comparison.add(replace(PLAN, sizes=(300,)), replace(ONE, step_s=3.0))
+    comparison.add(short, replace(ONE, step_s=0.1))
+    report = comparison.report(1)
+    assert report is not None
+    assert report.measured_step_s == 3.0
+    assert comparison.latest is not None
+    assert comparison.latest[0] is short
+    assert len(comparison._followed) <= 16

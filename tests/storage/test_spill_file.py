@@ -128,7 +128,7 @@ class TestPrivateDirectory:
         folder = tmp_path / f".lightning_ssd-{os.geteuid()}"
         folder.mkdir()
         folder.chmod(0o755)
-        with pytest.raises(StorageError, match=r"mode 0755; allowed: user .* with mode 0700"):
+        with pytest.raises(StorageError, match=r"mode 0755; it must be of user .* with mode 0700"):
             open_arena(tmp_path)
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")

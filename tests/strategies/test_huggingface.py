@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, OffloadPolicy, OffloadTrainerMixin
-from lightning_ssd.errors import ConfigError
+from lightning_ssd.errors import ConfigError, StorageError
 
 transformers = pytest.importorskip("transformers", reason="the Trainer of transformers is not installed")
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate, which is not installed")
@@ -92,7 +93,8 @@ def test_a_trainer_of_transformers_trains_the_same_bits(spill_dir: Path, options
     assert stats.bytes_read > 0
     assert any("io/write_gib" in log for log in ours.state.log_history)
     assert not ours.offloader.is_open
-    assert type(ours.optimizer) is type(getattr(plain.optimizer, "optimizer", plain.optimizer))
+    assert type(ours.optimizer) is type(plain.optimizer)
+    assert type(ours.optimizer.optimizer) is type(plain.optimizer.optimizer)
 
 
 def test_a_second_train_and_a_resumed_one_go_on(spill_dir: Path) -> None:
@@ -156,3 +158,104 @@ def test_without_paths_files_lie_in_the_output_directory(spill_dir: Path, monkey
 
     make(Watching, spill_dir / "out").train()
     assert str(spill_dir / "out") in seen[0]
+
+
+# -- optimizers of the user's ------------------------------------------------------------------------------------------
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, and counts."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.num_steps = 0
+        super().__init__(optimizer.param_groups, {})
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        return self.optimizer.step(closure)
+
+
+def test_a_wrapping_optimizer_is_stepped_itself(spill_dir: Path) -> None:
+    trainer = make(Ours, spill_dir)
+    trainer.policy = OffloadPolicy(activations="offload", min_tensor_bytes=1024)
+    trainer.optimizer = lookahead = Lookahead(torch.optim.AdamW(trainer.model.parameters(), lr=1e-3))
+    trainer.train()
+    assert lookahead.num_steps == 6
+    trainer = make(Ours, spill_dir)
+    trainer.optimizer = Lookahead(torch.optim.AdamW(trainer.model.parameters(), lr=1e-3))
+    with pytest.raises(ConfigError, match="Lookahead, which owns another one"):
+        trainer.train()
+
+
+def test_an_optimizer_that_stays_is_not_touched(spill_dir: Path) -> None:
+    class ReadOnly(torch.optim.SGD):
+        @property
+        def state(self) -> Any:  # type: ignore[override]
+            return vars(self).setdefault("_state", {})
+
+        @state.setter
+        def state(self, states: Any) -> None:
+            assert "_state" not in vars(self)
+
+    trainer = make(Ours, spill_dir)
+    trainer.policy = OffloadPolicy(activations="offload", min_tensor_bytes=1024)
+    trainer.optimizer = ReadOnly(trainer.model.parameters(), lr=1e-3)
+    trainer.train()
+
+
+@pytest.mark.parametrize("at", [2, 3, 5])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StorageError])
+def test_an_update_that_was_broken_off_is_never_gone_on_with(
+    at: int, error: type, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some weights are new and some are not: neither a checkpoint nor a step may follow."""
+    module = importlib.import_module("torch.optim.adam")
+    adam, calls = module.adam, []
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        adam(*args, **kwargs)
+        calls.append(None)
+        if len(calls) == at:
+            raise error("in the middle")
+
+    monkeypatch.setattr(module, "adam", broken)
+    trainer = make(Ours, spill_dir)
+    trainer.policy = OffloadPolicy(activations="keep", optimizer_states="offload")
+    with pytest.raises(error, match="in the middle"):
+        trainer.train()
+    assert not trainer.offloader.is_open
+    with pytest.raises(RuntimeError, match="incomplete"):
+        trainer.optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=r"Make a new Trainer and call its train\(resume_from_checkpoint"):
+        trainer.train()
+
+
+# -- methods that go past ours -----------------------------------------------------------------------------------------
+
+
+def test_bases_in_the_other_order_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Write class Reversed\(OffloadTrainerMixin, Trainer\)"):
+
+        class Reversed(transformers.Trainer, OffloadTrainerMixin):
+            pass
+
+
+def test_a_create_optimizer_that_goes_past_ours_is_refused(spill_dir: Path) -> None:
+    class Own(Ours):
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+            return self.optimizer
+
+    with pytest.raises(ConfigError, match=r"Own\.create_optimizer does not call super\(\)\.create_optimizer\(\)"):
+        make(Own, spill_dir).train()
+
+
+def test_a_training_step_that_goes_past_ours_is_told(spill_dir: Path) -> None:
+    class Own(Ours):
+        def training_step(self, model: Any, inputs: Any, *_: Any) -> Any:
+            return transformers.Trainer.training_step(self, model, inputs)
+
+    with pytest.warns(UserWarning, match=r"Own\.training_step does not call super\(\)\.training_step\(\)"):
+        make(Own, spill_dir).train()

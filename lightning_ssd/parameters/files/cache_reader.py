@@ -20,8 +20,8 @@ Read = Callable[[FileView, Callable[[], bool]], None]
 class CacheReader:
     """Reads what it was asked for last. Whatever it is asked for next puts an end to the read under way.
 
-    Nobody waits for it: whoever uses a part sooner reads it, and the system reads no page twice. Where there can be no
-    more threads, nothing is read ahead.
+    It is not waited for: a thread that uses a part sooner reads it, and the system reads no page twice. Where there can
+    be no more threads, nothing is read ahead.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class CacheReader:
             scratch = FileView(READ_BYTES)
             while (reads := self._requests.get()) is not None:
                 for read in reads:
-                    with suppress(OSError, MemoryError):  # whoever uses it is told
+                    with suppress(OSError, MemoryError):  # its user is told
                         read(scratch, self._requests.empty)
         finally:
             self._has_ended.open()

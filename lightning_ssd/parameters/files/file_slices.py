@@ -3,7 +3,7 @@
 Each has a storage of its own, and these are slices of one storage that shows the whole file. Who else refers to the
 memory is told by the count of that one's holders: each slice is one, and so is the handle that slices are made by.
 
-Note [private layout]: PyTorch tells nobody what a storage is a slice of. It is read out of the storage's own memory,
+Note [private layout]: PyTorch does not tell what a storage is a slice of. It is read out of the storage's own memory,
 where a trial in each process has shown it to be. That a storage is a slice, and of mapped memory, is known by the
 functions that will free both: they are the trial's.
 """
@@ -27,16 +27,16 @@ __all__ = ["FileMapping", "FileSlices", "file_slices", "private_mapping"]
 
 _WORD_BYTES = 8
 _NUM_WORDS = 5
-"""Of a storage's memory that are looked at: it has more."""
+"""Number of words of a storage's memory that are looked at: it has more."""
 
 
 class _Layout(NamedTuple):
     """Where in a storage's memory is what."""
 
     parent: int
-    """Of a slice: its parent."""
+    """Address of a slice's parent."""
     free: int
-    """What frees it."""
+    """Address of the function that frees it."""
     free_slice: int
     free_mapping: int
     held: _Held
@@ -98,7 +98,7 @@ class FileSlices:
 
     @property
     def mapping(self) -> FileMapping | None:
-        """What the first one shows; ``None``: the system does not tell, or it is no private mapping."""
+        """The mapping that the first one shows; ``None``: the system does not tell, or it is no private mapping."""
         if self._mapping is None:
             self._mapping = private_mapping(self._known[0][1])
         return self._mapping

@@ -1,6 +1,6 @@
 """The memory of weights and gradients that shows a part of a file, so that its pages come and go.
 
-Whoever touches it finds the bytes, brought in by the system if need be; what anybody writes to it is kept.
+A touch finds the bytes, brought in by the system if need be; what is written to it is kept.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class MappedStorage(ABC):
     """One storage whose memory shows a part of a file, so that its pages may leave and come back at any moment.
 
-    Whoever touches it finds the bytes, and what anybody writes to it is kept, whoever holds a view of it.
+    A touch finds the bytes, and what is written to it is kept, also through a view.
 
     Args:
         view: the memory.
@@ -72,7 +72,7 @@ class MappedStorage(ABC):
     def show(self) -> torch.UntypedStorage:
         """A storage over the memory, to which :attr:`key` refers weakly from then on.
 
-        Again only when nobody has the last one any more.
+        Again only when the last one is held no more.
         """
         if self._view is None:
             raise RuntimeError("its place in the file was given back")
@@ -120,16 +120,16 @@ class MappedStorage(ABC):
 
     @abstractmethod
     def make_private(self) -> None:
-        """Whatever is written to the memory from now on stays in this process; nobody sends the pages out any more, nor
+        """Whatever is written to the memory from now on stays in this process; the pages are sent out no more, nor
         writes to the file. Idempotent.
         """
 
     @abstractmethod
     def hide(self) -> None:
-        """In a fork: let nobody see what the parent writes, if it still may."""
+        """In a fork: hide what the parent writes, if it still may."""
 
     def forget(self) -> None:
-        """Nobody holds the storage any more: unmap the memory, then give its place in the file back. Idempotent."""
+        """Unmap the memory of a storage that is held no more, then give its place in the file back. Idempotent."""
         self._view = None
 
 
@@ -151,7 +151,7 @@ class FiledStorage(MappedStorage):
         self._extent = extent
         self._shown_bytes = extent.nbytes
         self._is_private = False
-        # Guards that it becomes private against whoever takes pages out. A leaf lock.
+        # Guards that it becomes private against a thread that takes pages out. A leaf lock.
         self._sharing = threading.RLock()
 
     def lies_in(self, arenas: Sequence[Arena]) -> bool:
@@ -223,7 +223,7 @@ class FiledStorage(MappedStorage):
 
     def make_private(self) -> None:
         """Where the system allows no more private memory, it stays as it is, which is as good, but for a fork."""
-        if self._is_private:  # as in a fork, in which nobody gives the lock back
+        if self._is_private:  # as in a fork, in which no thread gives the lock back
             return
         with self._sharing:
             if self._view is None or self._is_private:
@@ -242,7 +242,7 @@ class FiledStorage(MappedStorage):
 
     def fill(self, region: Region) -> None:
         """Replace the bytes by those of other memory, through the system's page cache: what is written over is not read
-        before, as touching its pages would. Nobody may look at it meanwhile.
+        before, as touching its pages would. It must not be looked at meanwhile.
 
         The system begins to write them at once. Else they would fill its page cache until it looks for room there, and
         drive out what was read ahead.
@@ -273,7 +273,7 @@ class FiledStorage(MappedStorage):
             ctypes.memmove(view.address + self.start + start, region.address + start, nbytes)
 
     def forget(self) -> None:
-        if self._view is not None:  # else it was, and somebody else may have the place by now
+        if self._view is not None:  # else it was, and another storage may have the place by now
             super().forget()
             self._arena.free(self._extent)
 
@@ -282,7 +282,7 @@ def _opened_again(direct: int) -> io.FileIO | None:
     """The file, to be written through the page cache: the arena's own descriptor may go around it, which wants other
     addresses. ``None``: the system gives none (no ``/proc``, or a sandbox that opens nothing in it).
 
-    An object, which closes the file if an interrupt comes before anybody has it.
+    An object, which closes the file if an interrupt comes before it is held.
     """
     try:
         return io.FileIO(f"/proc/self/fd/{direct}", "r+")
@@ -298,7 +298,7 @@ def _write_all(fd: int, region: Region, offset: int) -> None:
 
 
 def filed_storage(tensor: torch.Tensor) -> FiledStorage | None:
-    """What shows the memory of a tensor in a file of ours; ``None``: it lies elsewhere."""
+    """Return what shows the memory of a tensor in a file of ours; ``None``: it lies elsewhere."""
     if tensor.layout is not torch.strided:
         return None
     try:
@@ -310,7 +310,7 @@ def filed_storage(tensor: torch.Tensor) -> FiledStorage | None:
 
 
 def unreadable(names: Sequence[str], nbytes: int, error: OSError) -> StorageError:
-    """What a drive's refusal means to the user."""
+    """Return the error that tells the user of a drive's refusal."""
     return StorageError(
         error.errno or errno.EIO,
         f"weight {', '.join(names)} ({nbytes:,} bytes) could not be read from its drive: "

@@ -3,7 +3,7 @@
 A weight gets a private mapping of its own of the same bytes of the same file, at the same place within a page, so that
 kernels find it aligned as before. Its pages leave and come as those of our own files do, with two differences:
 
-* What somebody writes to it becomes pages of this process. They have no place in the file: from then on all pages of
+* What the program writes to it becomes pages of this process. They have no place in the file: from then on all pages of
   this weight stay.
 * Others may change the file. Its size and times are looked at before each read and after each backward.
 """
@@ -49,7 +49,7 @@ class SourceFile:
         self.fd = fd
         self.path = path
         self.error: StorageError | None = None
-        """What has gone wrong with a weight in it."""
+        """Error of a weight in it."""
         self.has_told = False
         self.num_users = 0
         """Weights that wait in it."""
@@ -83,7 +83,7 @@ class SourceFile:
 
 
 class _State(NamedTuple):
-    """What tells whether somebody has changed a file."""
+    """The facts that show whether a file was changed."""
 
     written: tuple[int, int]
     """Size, and when it was written last."""
@@ -92,7 +92,7 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, fd: int) -> _State:
-        """Of an open file."""
+        """Return those of an open file."""
         found = os.fstat(fd)
         return cls((found.st_size, found.st_mtime_ns), found.st_ctime_ns, found.st_nlink)
 
@@ -174,7 +174,7 @@ class SourceStorage(MappedStorage):
         return self._is_written
 
     def forget(self) -> None:
-        """Also see, for the last time, whether the file is what it was: somebody may have copied the weight."""
+        """Also see, for the last time, whether the file is what it was: another program may have copied the weight."""
         if self._view is not None:
             super().forget()
             with contextlib.suppress(OSError):  # the source keeps a StorageError for the next look
@@ -201,7 +201,7 @@ class SourceFiles:
         self._files: dict[tuple[int, int], SourceFile] = {}
 
     def has(self, storage: torch.UntypedStorage, slices: FileSlices | None) -> bool:
-        """Whether a storage shows a part of a file as it is, and nobody has written to it.
+        """Whether a storage shows a part of a file as it is, and was not written to.
 
         Args:
             storage: it.
@@ -255,7 +255,7 @@ class SourceFiles:
                 source.look()
 
     def close(self) -> None:
-        """What shows them goes on to do so. Idempotent."""
+        """Close the files. Mappings of them stay. Idempotent."""
         with contextlib.ExitStack() as closing:  # all of them, should one refuse
             while self._files:
                 closing.callback(os.close, self._files.popitem()[1].fd)

@@ -71,7 +71,7 @@ class WeightFiles:
                 raise UnsuitablePathError(
                     errno.EOPNOTSUPP,
                     f"{directory} lies on a file system that cannot set space aside (fallocate), so that weights "
-                    "there would end the process when it is full; allowed: others, such as ext4 or xfs",
+                    "there would end the process when it is full; name a directory of another one, such as ext4 or xfs",
                 )
             arenas.append(arena)
         return arenas
@@ -140,7 +140,7 @@ class WeightFiles:
 
     @staticmethod
     def size_of(storage: torch.UntypedStorage) -> int:
-        """What a storage takes in a file, but for the rest of the last block."""
+        """Return what a storage takes in a file, but for the rest of the last block."""
         return storage.nbytes() + storage.data_ptr() % VECTOR_BYTES
 
     def _write_tail(self, arena: Arena, tail: Region, offset: int) -> None:
@@ -227,7 +227,7 @@ class WeightFiles:
 
     @property
     def used_bytes(self) -> int:
-        """What waits in them."""
+        """Bytes that wait in them."""
         return sum(arena.used_bytes for arena in self._arenas)
 
     @property

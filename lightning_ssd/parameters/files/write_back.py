@@ -16,14 +16,14 @@ _sync_file_range: Callable[..., int] | None = getattr(libc, "sync_file_range", N
 def begin_writing(fd: int, offset: int, nbytes: int) -> None:
     """Have the system begin to write a part of a file; does not wait for the end.
 
-    A hint: what the drive refuses is told by whoever waits for it (:func:`write_refusal`, ``fdatasync``).
+    A hint: what the drive refuses is told where it is waited for (:func:`write_refusal`, ``fdatasync``).
     """
     if _sync_file_range is not None:
         _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE)
 
 
 def write_refusal(fd: int) -> OSError | None:
-    """Wait for what is being written of a file now, and return what the drive has refused since somebody last asked.
+    """Wait for what is being written of a file now, and return what the drive has refused since the last call.
 
     ``None`` also where the system cannot be asked (musl's C library).
     """

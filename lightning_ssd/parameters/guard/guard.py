@@ -1,4 +1,4 @@
-"""The class of a weight whose bytes may be away: whoever uses one outside of its unit's forward brings it back first.
+"""The class of a weight whose bytes may be away: a use outside of its unit's forward brings it back first.
 
 PyTorch asks a subclass of its tensors before each function (``__torch_function__``). So a weight that waits has a
 subclass of its own class, and its own class again as long as its bytes are needed: where it is computed with, kernels,
@@ -21,7 +21,7 @@ from lightning_ssd.common.tensors import storage_of
 __all__ = ["GUARDED", "GUARDED_OF", "Door", "door_of", "forget_door", "guard", "is_guarded", "own_class", "using"]
 
 _PIECE_BYTES = 64 << 20
-"""Of a list of tensors that a function treats one by one, so much is brought in at a time, and at least one of them."""
+"""Bytes of a list, treated one by one, that are brought in at a time; at least one tensor."""
 
 _NAMES_OF_METADATA = (
     "shape size dim ndim numel nelement element_size itemsize nbytes dtype device layout names name stride "
@@ -34,7 +34,7 @@ _NAMES_OF_METADATA = (
 
 
 def _functions(name: str) -> Iterator[Any]:
-    """What PyTorch hands to ``__torch_function__`` for an attribute, or for a method."""
+    """Yield what PyTorch hands to ``__torch_function__`` for an attribute, or for a method."""
     found = getattr(torch.Tensor, name, None)
     if found is None:
         return
@@ -55,7 +55,7 @@ _METADATA = frozenset(function for name in _NAMES_OF_METADATA.split() for functi
     torch.is_complex,
     torch.numel,
 }
-"""What needs none of the bytes. ``shape`` and ``grad`` are asked for all over PyTorch."""
+"""Functions that need none of the bytes. ``shape`` and ``grad`` are asked for all over PyTorch."""
 _NAMES_OF_EXPOSING = (
     "data data_ptr untyped_storage storage _typed_storage numpy __array__ __dlpack__ __cuda_array_interface__ set_ "
     "resize_ share_memory_ apply_ map_"
@@ -64,22 +64,25 @@ _EXPOSING = frozenset(function for name in _NAMES_OF_EXPOSING.split() for functi
     _Torch._amp_foreach_non_finite_check_and_unscale_,
     *(getattr(torch, name) for name in dir(torch) if name.startswith("_fused_") and name.endswith("_")),
 }
-"""What may change bytes without a sign in the version: so does what ``GradScaler`` unscales with, and fused optimizers
-that unscale by themselves.
+"""Functions that may change bytes without a sign in the version.
+
+What ``GradScaler`` unscales with does so, and fused optimizers that unscale by themselves.
 """
 _LISTS_IN_PLACE = frozenset(
     getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")
 )
-"""What writes to lists. The implementation that takes the tensors one by one leaves no sign in their versions while a
-mode of ``__torch_dispatch__`` (``FlopCounterMode``) is entered.
+"""Functions that write to lists.
+
+The implementation that takes the tensors one by one leaves no sign in their versions while a mode of
+``__torch_dispatch__`` (``FlopCounterMode``) is entered.
 """
 _REPLACING = frozenset((_Tensor.data.__set__, _Tensor.set_, _Tensor.resize_, _Tensor.share_memory_))
-"""What may give a parameter another storage."""
+"""Functions that may give a parameter another storage."""
 _ADDRESSES = frozenset(function for name in ("data_ptr", "__cuda_array_interface__") for function in _functions(name))
-"""What gives an address away, which holds no memory."""
+"""Functions that give an address away, which holds no memory."""
 _ARRAYS = frozenset(_functions("__cuda_array_interface__"))
-"""What arrays of others (CuPy, Numba) are made by: they hold the tensor, an object of Python, and go to its memory past
-its class as long as they live.
+"""Functions by which arrays of CuPy and Numba are made: they hold the tensor, an object of Python, and go to its memory
+past its class as long as they live.
 """
 _TRAINING = frozenset((_Tensor.requires_grad_, _Tensor.requires_grad.__set__))
 
@@ -94,11 +97,11 @@ _ONE_BY_ONE = frozenset(
         _Torch._amp_foreach_non_finite_check_and_unscale_,
     )
 )
-"""What clipping, scaling and ``zero_grad`` do to lists of gradients: to each tensor of its own the same."""
+"""Functions of clipping, scaling and ``zero_grad`` for lists of gradients: to each tensor of its own the same."""
 
 
 class Door(Protocol):
-    """What brings weights back before they are used."""
+    """A door: it brings weights back before they are used."""
 
     def using(
         self,
@@ -114,7 +117,7 @@ class Door(Protocol):
             tensors: weights of this door.
             exposes: bytes may change afterwards without a sign in the version.
             replaces: the tensors may have other storages afterwards.
-            pins: somebody may know the address afterwards: they stay there until a backward is over.
+            pins: the program may know the address afterwards: they stay there until a backward is over.
 
         Raises:
             OffloaderClosedError: the bytes are lost.
@@ -124,10 +127,10 @@ class Door(Protocol):
         """A weight is trained from now on. Where trained ones do not wait it comes back for good."""
 
     def will_be_array(self, tensor: torch.Tensor) -> None:
-        """Somebody may go to its memory for ever, without a sign: it comes back for good."""
+        """Bring it back for good: the program may go to its memory for ever, without a sign."""
 
     def exposed(self, tensor: torch.Tensor, *, replaces: bool) -> None:
-        """Somebody who uses the weight is about to get hold of its bytes, or to give it another storage."""
+        """Prepare for a program that is about to get hold of its bytes, or to give it another storage."""
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The bytes in memory of the host, where a copy for a checkpoint is made; ``None``: they come back as usual."""
@@ -144,7 +147,7 @@ def guard(tensor: torch.Tensor, door: Door) -> None:
 
 
 def own_class(tensor: torch.Tensor) -> None:
-    """Give a guarded tensor its own class: nobody is asked any more."""
+    """Give a guarded tensor its own class: no door is asked any more."""
     kind: Any = type(tensor)
     if kind in GUARDED:
         tensor.__class__ = kind.own_class_when_used
@@ -161,7 +164,7 @@ def forget_door(number: int) -> None:
 
 
 def door_of(tensor: torch.Tensor) -> Door | None:
-    """Whom to ask before the tensor is used; ``None``: nobody."""
+    """Return the door to ask before the tensor is used; ``None``: there is none."""
     try:
         reference = _doors.get(storage_of(tensor)._cdata)
     except (NotImplementedError, RuntimeError):  # it has no storage

@@ -1,22 +1,22 @@
-"""What is done to weights past their class: told by standing in for a few functions of PyTorch.
+"""Uses of weights past their class: seen by standing in for a few functions of PyTorch.
 
 They stand there as long as weights of a device wait somewhere (:data:`guard_patches`), and do what they did before, but
 for telling:
 
-* ``tensor.data`` of a weight in the forward of its unit, and of a view of a weight: whoever has it may change bytes
+* ``tensor.data`` of a weight in the forward of its unit, and of a view of a weight: its holder may change bytes
   without a sign in the version; of any tensor that is given the memory of a weight;
 * ``tensor.grad = gradient``, which asks only the class of the tensor: autograd would add to memory that is away;
 * ``torch.autograd.backward`` and ``grad``, which compute in C with the gradients that they are given, and with those
   that a custom function returns;
 * ``nn.Parameter(weight)``, which takes plain parameters only, and ``torch.Tensor._make_subclass``, which asks no
   class;
-* ``tensor.set_(weight)``, which asks no class either, and gives a storage without memory memory of its own: whoever
+* ``tensor.set_(weight)``, which asks no class either, and gives a storage without memory memory of its own: code that
   reads it finds arbitrary bytes;
 * ``torch.overrides.has_torch_function``, by which modules choose between two implementations: bits would depend on
   where a weight is;
 * setting another current stream in the forward of a unit: it has to wait for the copies of the weights, too, and their
   memory for it;
-* entering hooks for saved tensors that may hold a weight itself, where nobody can count it;
+* entering hooks for saved tensors that may hold a weight itself, where it cannot be counted;
 * sending the memory of a weight to another process, which would not see that the weight has got other memory;
 * transforms of ``torch.func``, which wrap a tensor without asking its class;
 * the lists of classes for which optimizers and clipping take their ``foreach`` or ``fused`` implementation: an
@@ -58,7 +58,7 @@ _FOREACH_TYPES: tuple[list[Any], ...] = tuple(
     importlib.import_module(name)._foreach_supported_types
     for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")
 )
-"""What optimizers go by, and what clipping does, for which parameters are no plain tensors."""
+"""Types by which optimizers and clipping decide, for which parameters are no plain tensors."""
 _WRAPPERS = {
     "torch._functorch.vmap": ("_add_batch_dim",),
     "torch._functorch.eager_transforms": ("_wrap_for_grad", "_wrap_functional_tensor"),
@@ -74,7 +74,7 @@ class FollowsStreams(Protocol):
 
 
 class _GuardPatches:
-    """Of this process."""
+    """Holds the patches of this process."""
 
     def __init__(self) -> None:
         # Guards users and what stands in. A leaf lock.
@@ -85,14 +85,14 @@ class _GuardPatches:
         """How often hooks were entered that may hold a saved weight itself."""
 
     def add_user(self, user: FollowsStreams) -> None:
-        """Somebody has weights that wait."""
+        """Add a user, who has weights that wait."""
         with self._lock:
             self._users = (*self._users, user)
             if len(self._users) == 1:
                 self._begin()
 
     def remove_user(self, user: FollowsStreams) -> None:
-        """Of :meth:`add_user`."""
+        """Remove what :meth:`add_user` has added."""
         with self._lock:
             self._users = tuple(other for other in self._users if other is not user)
             while not self._users and self._put_back:
@@ -176,7 +176,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 class _Gradient(property):
     """``tensor.grad`` whose setter asks the class of what is set, too.
 
-    Else it is PyTorch's own: read and deleted in C, without a frame that a warning would name. Whoever asks
+    Else it is PyTorch's own: read and deleted in C, without a frame that a warning would name. Code that asks
     ``torch.Tensor.grad`` for its functions, as ``__torch_function__`` is told, gets PyTorch's.
 
     Args:
@@ -247,15 +247,15 @@ def _bringing_back(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], tor
 
 
 def _run_backward(outputs: Any, gradients: Any = (), *args: Any, **kwargs: Any) -> Any:
-    """Gradients that a backward begins with are in memory until it is over: nobody knows when it reads them."""
+    """Gradients that a backward begins with are in memory until it is over: it is unknown when it reads them."""
     with using([one for one in gradients if is_guarded(one)]):
         return _plain_run_backward(outputs, gradients, *args, **kwargs)
 
 
 def _giving_copies(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Of what a custom function returns while it is away, autograd gets a copy.
+    """Give autograd a copy of what a custom function returns while it is away.
 
-    It would copy it itself before it kept it as a gradient or changed it, since somebody else has it, too. A view it
+    It would copy it itself before it kept it as a gradient or changed it, since the program has it, too. A view it
     would keep, and two tensors share memory.
     """
 
@@ -284,7 +284,7 @@ def _with_memory(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def may_hold_weights() -> bool:
-    """Whether hooks are entered in this thread that may hold a saved weight itself, where nobody counts it."""
+    """Whether hooks are entered in this thread that may hold a saved weight itself, where it is not counted."""
     hooks = _top_hooks(True)
     return hooks is not None and _may_hold(hooks[0])
 

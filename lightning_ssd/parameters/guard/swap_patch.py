@@ -22,7 +22,7 @@ class SwapUser(Protocol):
 
     def will_swap(self, tensor: torch.Tensor) -> None:
         """A tensor is about to exchange everything with another one: it is waited for no more, nor is its gradient,
-        and nobody refers to it, not even weakly.
+        and nothing refers to it, not even weakly.
         """
 
 
@@ -37,13 +37,13 @@ class _SwapPatch:
         self._users: tuple[SwapUser, ...] = ()
 
     def add_user(self, user: SwapUser) -> None:
-        """Somebody refers to parameters."""
+        """Add a user, who refers to parameters."""
         with self._lock:
             self._users = (*self._users, user)
             torch.utils.swap_tensors = self._swap
 
     def remove_user(self, user: SwapUser) -> None:
-        """Of :meth:`add_user`."""
+        """Remove what :meth:`add_user` has added."""
         with self._lock:
             self._users = tuple(other for other in self._users if other is not user)
             if not self._users and torch.utils.swap_tensors == self._swap:
