@@ -58,7 +58,7 @@ class ModelTrace:
     """Trained parameters."""
     size: ModelSize
     form: int
-    """Number of the form of :func:`example_batches` that the model took."""
+    """Index in :func:`example_batches` of the batch that the model took."""
 
 
 def trace_model(

@@ -74,7 +74,7 @@ class _Task:
     basis: str
     """Where the compute time comes from."""
     retrace: Callable[[int, int], ModelTrace]
-    """Traces the model with another batch and sequence."""
+    """Traces another batch and sequence."""
 
 
 def plan(
