@@ -21,7 +21,6 @@ from lightning_ssd.common.accelerators import accelerator_of, has_streams, with_
 from lightning_ssd.common.collectives import AllReduceMin, have_same
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.exit_guard import close_at_exit
-from lightning_ssd.common.first_calls import settle_first_calls
 from lightning_ssd.common.restore import put_back_all
 from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.common.validation import expect, typed
@@ -164,7 +163,6 @@ class Offloader:
 
     def _open(self, stack: ExitStack, device: torch.device) -> None:
         device = with_index(device)
-        settle_first_calls()
         self._host_memory = HostMemory(self.hardware, self._num_local)
         environment = self._environment(device, self._copies)
         self._num_drives = len(environment.paths)
