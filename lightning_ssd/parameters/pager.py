@@ -52,7 +52,7 @@ class SavedElsewhere(Protocol):
         """The tensor, with the values that it was saved with.
 
         Raises:
-            RuntimeError: it was edited in place since, in PyTorch's words.
+            RuntimeError: it was edited in place since.
         """
 
 
