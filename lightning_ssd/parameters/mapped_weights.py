@@ -15,6 +15,7 @@ from torch import nn
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.status_line import StatusLine
+from lightning_ssd.common.task import Task
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.errors import forget_frames
 from lightning_ssd.memory.file_mapping import FileView, drop_pages
@@ -106,8 +107,9 @@ class MappedWeights(PagedWeights[MappedStorage]):
                     done += nbytes
                 while trained:
                     self._release(trained.pop(0))
-                with deferring_interrupts():
-                    self._files.sync()
+                written = Task(self._files.sync, "lightning_ssd-sync")  # a wait that an interrupt ends
+                written.start()
+                written.result()
         except BaseException as error:
             forget_frames(error)  # they hold the storages, which would count as held when it is tried again
             raise

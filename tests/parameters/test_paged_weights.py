@@ -752,3 +752,24 @@ def test_other_devices_are_refused(spill_dir: Path) -> None:
     offloader = Offloader(policy=policy(), hardware=HardwareProfile(paths=[spill_dir]), device="meta")
     with pytest.raises(ConfigError, match="allowed"):
         offloader.open()
+
+
+def test_an_interrupt_ends_the_wait_for_the_drive(
+    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what has been taken over by then waits, and is right."""
+    go_on = threading.Event()
+    plain, model = built(), built()
+    offloader = opened()
+    timer = threading.Timer(0.2, os.kill, args=(os.getpid(), signal.SIGINT))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", lambda fd: go_on.wait(60))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            offloader.register_module(model)
+        assert not go_on.is_set()
+        go_on.set()
+        timer.join()
+    offloader.register_module(model)
+    assert same(train(model, offloader), train(plain))
+    assert offloader.stats.weights_bytes > 0
