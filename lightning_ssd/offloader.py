@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from types import TracebackType
 
 import torch
@@ -21,9 +20,9 @@ from lightning_ssd.common.accelerators import accelerator_of, has_streams, with_
 from lightning_ssd.common.collectives import AllReduceMin, have_same
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.exit_guard import close_at_exit
-from lightning_ssd.common.first_calls import settle_first_calls
+from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.restore import put_back_all
-from lightning_ssd.common.uninterrupted import undisturbed
+from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.validation import expect, typed
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
@@ -151,12 +150,14 @@ class Offloader:
         if not self.is_open:
             stack = ExitStack()
             try:
-                self._open(stack, self._device or device_of(modules))
-                self._finalizer = close_at_exit(self, stack)
-                self._resources = stack
+                with StatusLine("Opening spill files", delay_s=0), deferring_interrupts(), torch.inference_mode(False):
+                    self._open(stack, self._device or device_of(modules))
+                    self._finalizer = close_at_exit(self, stack)
+                    self._resources = stack
             except BaseException:
-                undisturbed(stack.close, "lightning_ssd-close")
-                self._cache, self._parts, self._resources = None, NOTHING, None
+                with deferring_interrupts():
+                    self._cache, self._parts, self._resources = None, NOTHING, None
+                    stack.close()
                 raise
         for module in modules:
             self.register_module(module)
@@ -164,18 +165,10 @@ class Offloader:
 
     def _open(self, stack: ExitStack, device: torch.device) -> None:
         device = with_index(device)
-        settle_first_calls()
         self._host_memory = HostMemory(self.hardware, self._num_local)
         environment = self._environment(device, self._copies)
         self._num_drives = len(environment.paths)
-        # `stack` has what was opened, whatever becomes of the caller.
-        parts = undisturbed(
-            partial(assemble, stack, self.policy, environment),
-            "lightning_ssd-open",
-            undo=lambda parts: stack.close(),
-            doing="Opening spill files",
-        )
-        self._parts = parts
+        self._parts = parts = assemble(stack, self.policy, environment)
         self.description, self._wear, self._last_optimizer_stats = parts.description, parts.wear, ()
         ssd = parts.tiers.ssd
         self._cache = TensorCache(
@@ -239,9 +232,8 @@ class Offloader:
             self._finalizer.detach()
             resources.pop_all()
             return
-        failure, is_bypassed = undisturbed(
-            partial(self._close, resources, cache), "lightning_ssd-close", doing="Closing spill files"
-        )
+        with StatusLine("Closing spill files", delay_s=0), deferring_interrupts(), torch.inference_mode(False):
+            failure, is_bypassed = self._close(resources, cache)
         if failure is not None:
             raise failure
         if not self._has_failed and (is_bypassed or (self._awaits_optimizer and self._has_trained)):
@@ -402,13 +394,11 @@ class Offloader:
         if self.policy.optimizer_states == "keep" or resources is None or parameter is None:
             return optimizer
         environment = self._environment(parameter.device, copies=None)
-        files = undisturbed(
-            partial(open_state_files, self.policy, environment),
-            "lightning_ssd-open",
-            undo=lambda files: files.close(),
-            doing="Opening and trying the files of optimizer states",
-        )
-        try:
+        doing = "Opening and trying the files of optimizer states"
+        with ExitStack() as undo:
+            with StatusLine(doing, delay_s=0), deferring_interrupts(), torch.inference_mode(False):
+                files = open_state_files(self.policy, environment)
+                undo.callback(files.close)
             offloaded = OffloadedOptimizer(
                 optimizer,
                 files,
@@ -417,9 +407,7 @@ class Offloader:
                 updating=self._parts.parameters.updating,
             )
             resources.callback(offloaded.close)
-        except BaseException:
-            undisturbed(files.close, "lightning_ssd-close")
-            raise
+            undo.pop_all()
         self._optimizers.append(offloaded)
         self._parts.parameters.will_be_updated(offloaded)
         if self._wear is None:

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
-from lightning_ssd.common.first_calls import settle_first_calls
 from lightning_ssd.recompute.block_discovery import find_blocks
 from recipes.data import MASK_TOKEN, PAD_TOKEN
+from recipes.determinism import settle_first_calls
 from recipes.mistakes import ConfigMistake
 
 __all__ = ["LanguageModel", "Objective", "build_network", "compute_loss", "make_inputs"]

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from lightning_ssd.common.first_calls import settle_first_calls
+from recipes.determinism import settle_first_calls
 from recipes.lora import LoRA, add_adapters
 from recipes.mistakes import ConfigMistake
 from recipes.models import LanguageModel

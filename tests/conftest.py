@@ -82,6 +82,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+    # Not above: the recipes would switch on what is switched off there.
+    from recipes.determinism import settle_first_calls
+
+    settle_first_calls()  # for tests of several threads
 
 
 @pytest.fixture(scope="module", autouse=True)

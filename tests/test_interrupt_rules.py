@@ -22,7 +22,7 @@ C_CALLBACKS = {
 }
 """Bound methods of deques, and an ``operator.methodcaller``."""
 WORKERS_ONLY = {"tiers/read_priority.py": {"Condition"}}
-"""Used by workers and by threads of :mod:`lightning_ssd.common.uninterrupted`, where no interrupt comes."""
+"""Used by workers and by closing, where no interrupt comes (:mod:`lightning_ssd.common.interrupts`)."""
 
 
 def python_at_death(source: str) -> list[str]:

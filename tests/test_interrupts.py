@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(450)  # dozens of trainings in one child
 
-_KINDS = ("offload", "budget", "states", "everything", "recompute", "plan", "surgery")
+_KINDS = ("offload", "budget", "states", "everything", "recompute", "plan")
 _SOON_S = 20.0
 """5 on a machine that does nothing else."""
 

@@ -55,7 +55,7 @@ def shards_unwrapped() -> Iterator[None]:
                 edits.watch(local, saved.alias)
                 return saved
         elif edits and type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and edits.are_known(tensor):
-            return keep(tensor, tensor._is_view())
+            return keep(tensor)
         return pack_below(tensor)
 
     def unpack(packed: Any) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _unpack_shard(saved: _SavedShard, unpack: Callable[[Any], Any]) -> torch.Ten
     """The DTensor again, with its own version counter.
 
     Raises:
-        RuntimeError: it was edited in place since, in PyTorch's words.
+        RuntimeError: it was edited in place since.
     """
     alias = saved.alias
     if alias._version != 0:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_ssd.activations.accounting import Death
-from lightning_ssd.activations.kept_tensor import Kept
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.inplace_edits import owner_of, resized_error
 from lightning_ssd.common.tensors import required_nbytes
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_ssd.activations.accounting import MemoryAccounting
     from lightning_ssd.activations.saved_pass import SavedPass
 
-__all__ = ["KeptStorage", "Share", "check_not_resized", "keep_large", "open_kept"]
+__all__ = ["KeptStorage", "Share", "check_not_resized", "open_kept"]
 
 
 class KeptStorage:
@@ -101,26 +100,6 @@ def open_kept(
     current.packed_s.append(packed_s)  # last of three: a pass with lists of several lengths was interrupted
     accounting.notes.append(record)
     return share
-
-
-def keep_large(tensor: torch.Tensor, is_view: bool, share: Share) -> Kept:
-    """Hold a tensor over such a storage for autograd: what :func:`~.kept_tensor.keep` holds, and the share.
-
-    The reference to the tensor is for PyTorch's error text, too.
-    """
-    node = tensor.grad_fn
-    if node is None:
-        return tensor, tensor._version, weakref.ref(tensor), share
-    return (
-        tensor.detach(),
-        tensor._version,
-        node.name(),
-        node._sequence_nr(),
-        tensor.output_nr,
-        is_view,
-        weakref.ref(tensor),
-        share,
-    )
 
 
 def check_not_resized(tensor: torch.Tensor, before: int) -> None:

@@ -2,7 +2,7 @@
 
 This is the hot path of small tensors. What autograd holds is a bare tuple, because a class of its own would cost as
 much as all the rest: the tensor, its version, and what an error would have to say of who made it, or of a leaf a weak
-reference.
+reference. A large one has its :class:`~lightning_ssd.activations.kept_storage.Share` behind it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ __all__ = ["Kept", "edited_error", "give_back", "keep"]
 Kept = tuple[Any, ...]
 
 
-def keep(tensor: torch.Tensor, is_view: bool) -> Kept:
+def keep(tensor: torch.Tensor) -> Kept:
     """Hold ``tensor`` for autograd without holding the graph that made it. Copies nothing.
 
     Args:
         tensor: of any kind.
-        is_view: ``tensor._is_view()``, which the caller has asked already.
     """
     node = tensor.grad_fn
     if node is None:
         # A leaf may be held itself. Held undetached, the result of an operation would own its own graph: a leak. By the
         # weak reference PyTorch refuses to swap it for another tensor, as it does what autograd holds itself.
         return tensor, tensor._version, weakref.ref(tensor)
-    return tensor.detach(), tensor._version, node.name(), node._sequence_nr(), tensor.output_nr, is_view
+    return tensor.detach(), tensor._version, node.name(), tensor.output_nr
 
 
 def give_back(kept: Kept) -> torch.Tensor:
     """The tensor, with the values that it was kept with.
 
     Raises:
-        RuntimeError: it was edited in place since, in PyTorch's words.
+        RuntimeError: it was edited in place since.
     """
     tensor: torch.Tensor = kept[0]
     if tensor._version != kept[1]:
@@ -47,18 +46,13 @@ def give_back(kept: Kept) -> torch.Tensor:
 
 
 def edited_error(tensor: torch.Tensor, expected: int, *made_by: Any) -> RuntimeError:
-    """Return PyTorch's error for a tensor that was kept, and edited in place since.
+    """Return the error for a tensor that was kept, and edited in place since.
 
     Args:
         tensor: kept.
         expected: its version then.
-        made_by: the rest of what was kept: who made it, and, of a large one, a reference to the tensor itself. Of a
-            small one who made the value that was kept is named also where PyTorch would name who edited it since: a
-            reference costs each tensor that is kept a quarter more time.
+        made_by: the rest of what was kept: of a leaf a reference, of others name and output of who made it.
     """
-    origin = None
-    if len(made_by) > 1:
-        name, number, output_nr, is_view, *reference = made_by
-        origin = Origin(name, number, output_nr, is_view, reference[0] if reference else None)
+    origin = Origin(*made_by) if len(made_by) > 1 else None
     description = tensor.dtype, tensor.device, tensor.size()
     return inplace_error(description, origin, version=tensor._version, expected=expected)

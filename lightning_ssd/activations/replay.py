@@ -21,7 +21,6 @@ from lightning_ssd.activations.kept_storage import (
     KeptStorage,
     Share,
     check_not_resized,
-    keep_large,
     open_kept,
 )
 from lightning_ssd.activations.kept_tensor import edited_error, give_back, keep
@@ -75,7 +74,7 @@ def hooks_of(
             nbytes, is_view = tensor.nbytes, tensor._is_view()
             if nbytes < least and not is_view:
                 counters.num_kept_small += 1
-                return keep(tensor, False)
+                return keep(tensor)
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # it has none
             return pack_slowly(current, tensor)
@@ -84,7 +83,7 @@ def hooks_of(
             if has_pager:  # it may wait on a drive
                 return pack_slowly(current, tensor)
             counters.num_kept_parameters += 1
-            return keep(tensor, is_view)
+            return keep(tensor)
         begin_s, index, share = clock(), len(sizes), None
         record, whole = by_storage.get(cdata), storage.nbytes()
         if record is None:
@@ -116,7 +115,7 @@ def hooks_of(
             if len(sizes) > index and not (index < num_expected and expected[index] == sizes[index]):
                 num_expected = 0
             return packed
-        kept = keep_large(tensor, is_view, share)
+        kept = *keep(tensor), share
         if is_cpu:  # the work that a device has queued hides so short a time
             counters.hook_s += clock() - begin_s
         return kept

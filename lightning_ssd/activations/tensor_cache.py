@@ -24,7 +24,7 @@ from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.fetcher import Fetcher
 from lightning_ssd.activations.graph_memory import GraphMemory
 from lightning_ssd.activations.handed_out import HandedOut
-from lightning_ssd.activations.kept_storage import KeptStorage, Share, keep_large, open_kept
+from lightning_ssd.activations.kept_storage import KeptStorage, Share, open_kept
 from lightning_ssd.activations.kept_tensor import Kept, give_back, keep
 from lightning_ssd.activations.live_passes import LivePasses
 from lightning_ssd.activations.operation import Operation
@@ -41,7 +41,6 @@ from lightning_ssd.common.inplace_edits import (
     VersionProbe,
     inplace_error,
     owner_of,
-    pytorch_wording,
     resized_error,
 )
 from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
@@ -126,7 +125,6 @@ class TensorCache:
         steps: StepMemory | None = None,
         cpu: CpuCosts | None = None,
     ) -> None:
-        pytorch_wording()  # learnt now, because it needs a backward without hooks
         self._heap_policy = heap_policy or HeapPolicy()
         self._steps = steps
         self.accounting = MemoryAccounting((lambda: None) if steps is None else steps.look, self._heap_policy.look)
@@ -524,23 +522,23 @@ class TensorCache:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):  # sparse, opaque and functorch tensors have no storage
                 self._counters.num_kept_foreign += 1
-                return keep(tensor, tensor._is_view())
+                return keep(tensor)
             nbytes = storage.nbytes()
             if nbytes < self.min_nbytes:
                 self._counters.num_kept_small += 1
-                return keep(tensor, tensor._is_view())
+                return keep(tensor)
             if storage._cdata in self._parameter_keys:
                 self._counters.num_kept_parameters += 1
                 if self._weights is None or (unit := self._weights.by_storage.get(storage._cdata)) is None:
-                    return keep(tensor, tensor._is_view())
-                return SavedWeight(self._weights.save(tensor, unit) or keep(tensor, tensor._is_view()), unit)
+                    return keep(tensor)
+                return SavedWeight(self._weights.save(tensor, unit) or keep(tensor), unit)
             if self._is_ours(tensor, storage, nbytes):
                 if not self.parameters.recognise(tensor, storage):
                     return self._pack_storage(current, tensor, storage, nbytes, moves)
                 self._counters.num_kept_parameters += 1
-                return keep(tensor, tensor._is_view())
+                return keep(tensor)
         self._counters.num_kept_foreign += 1
-        return keep(tensor, tensor._is_view())
+        return keep(tensor)
 
     def _is_ours(self, tensor: torch.Tensor, storage: torch.UntypedStorage, storage_nbytes: int) -> bool:
         if tensor.nbytes < storage_nbytes and not tensor._is_view():
@@ -570,7 +568,7 @@ class TensorCache:
         self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, moves: bool
     ) -> Kept | SavedTensor:
         if self.fetcher.is_closed:  # hooks that are there still: an interrupt came when their pass was to remove them
-            return keep(tensor, tensor._is_view())
+            return keep(tensor)
         begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
         placement = None
         if not moves:
@@ -579,7 +577,7 @@ class TensorCache:
                 share, placement = self._stay(current, tensor, storage, nbytes)
                 self._deferred.look()
             if share is not None:
-                packed = keep_large(tensor, tensor._is_view(), share)
+                packed = *keep(tensor), share
                 self._heap_policy.look(self.accounting.counters.bytes_saved)
                 if self._device.type == "cpu":  # the work that a device has queued hides so short a time
                     self._count_hook(begin_s, waited_s, None)
@@ -598,7 +596,7 @@ class TensorCache:
                     self._deferred.look()
                     break
             if not self.fetcher.wait_for_room(current, nbytes, room):
-                return keep(tensor, tensor._is_view())
+                return keep(tensor)
         self._heap_policy.look(self.accounting.counters.bytes_saved)
         self._run_ahead.wait()
         self._copies.protect(tensor)
@@ -739,7 +737,7 @@ class TensorCache:
         """Give autograd a tensor back that is not simply kept, waiting for the drive if it must.
 
         Raises:
-            RuntimeError: it was edited in place since, in PyTorch's words, or its memory is gone.
+            RuntimeError: it was edited in place since, or its memory is gone.
             StorageError: the drive refuses.
         """
         if isinstance(packed, SavedWeight):

@@ -30,7 +30,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from lightning_ssd.cli.model_size import model_size
 from lightning_ssd.cli.output import CommandError
 from lightning_ssd.common.compiler import uncompiled
-from lightning_ssd.common.first_calls import settle_first_calls
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.memory.readings import host_available_bytes
 from lightning_ssd.planning.trace import Trace
@@ -87,7 +86,6 @@ def trace_model(
     Raises:
         CommandError: the model cannot be run so.
     """
-    settle_first_calls()  # not under fake tensors, where it would count as done
     try:
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
         with warnings.catch_warnings(), _no_log_of_fakes(), uncompiled(), fakes:

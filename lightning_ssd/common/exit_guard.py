@@ -69,19 +69,17 @@ def _close_elsewhere(resources: ExitStack, pid: int, number: int) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Before the interpreter goes, so that no daemon thread touches a dying torch.
+    """Close each before the interpreter goes, so that no daemon thread touches a dying torch."""
+    _close_each([owner for watch in list(_OPEN.values()) if (owner := watch()) is not None])
 
-    Each is closed, whatever becomes of the others; the first error is raised then, with a note of every other one.
-    """
-    first: BaseException | None = None
-    for owner in [watch() for watch in list(_OPEN.values())]:
-        for end in () if owner is None else (owner.abort, owner.close):
+
+def _close_each(owners: list[Closable]) -> None:
+    """Close each, whatever another one raises. The last error is raised, with those before it as its context."""
+    if owners:
+        try:
+            owners[0].abort()
+        finally:
             try:
-                end()
-            except BaseException as error:
-                if first is None:
-                    first = error
-                else:
-                    first.add_note(f"Closing failed again: {type(error).__name__}: {error}")
-    if first is not None:
-        raise first
+                owners[0].close()
+            finally:
+                _close_each(owners[1:])

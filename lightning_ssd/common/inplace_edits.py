@@ -1,4 +1,4 @@
-"""In-place edits of saved tensors: seen, and reported in PyTorch's own words.
+"""Sees in-place edits of saved tensors, and reports them as PyTorch does.
 
 PyTorch compares the version of a saved tensor with the one at the time of saving, but only where no saved-tensor
 hooks are installed. With our hooks we must do it, on behalf of everything that passes through them.
@@ -6,7 +6,6 @@ hooks are installed. With our hooks we must do it, on behalf of everything that 
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import NamedTuple
 
@@ -14,10 +13,7 @@ import torch
 
 from lightning_ssd.common.tensors import TensorSpec
 
-__all__ = ["Origin", "VersionProbe", "inplace_error", "owner_of", "pytorch_wording", "resized_error"]
-
-_OLD_TYPES = frozenset({"Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"})
-_RETURN_SEVERAL_VIEWS = frozenset({"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"})
+__all__ = ["Origin", "VersionProbe", "inplace_error", "owner_of", "resized_error"]
 
 
 class VersionProbe:
@@ -70,53 +66,38 @@ def owner_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Origin(NamedTuple):
-    """Who made a tensor, for PyTorch's error text. Holds neither the tensor nor its graph."""
+    """Names the operation that made a tensor, for an error. Holds neither the tensor nor its graph."""
 
     node_name: str
-    node_number: int
     output_nr: int
-    is_view: bool
-    tensor: weakref.ref[torch.Tensor] | None
-    """``None``: it is gone, or nobody could afford to refer to it; who made its present value is unknown then."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Origin | None:
-        """``None`` for a tensor that no operation made."""
+        """Return ``None`` for a tensor that no operation made."""
         node = tensor.grad_fn
-        if node is None:
-            return None
-        return cls(node.name(), node._sequence_nr(), tensor.output_nr, tensor._is_view(), weakref.ref(tensor))
+        return None if node is None else cls(node.name(), tensor.output_nr)
 
 
 def inplace_error(
     description: tuple[torch.dtype, torch.device, torch.Size], origin: Origin | None, *, version: int, expected: int
 ) -> RuntimeError:
-    """The error that plain PyTorch raises for the same program.
+    """Return an error of the type and the meaning that plain PyTorch raises for the same program.
 
     Args:
         description: dtype, device and size of the saved tensor.
-        origin: who made it.
+        origin: the operation that made it, as it was saved. PyTorch names the one that made its present value.
         version: its version now.
         expected: its version when it was saved.
     """
     dtype, device, size = description
-    made_by = ""
-    if origin is not None:
-        name = _maker_name(origin)
-        if name is None:
-            return RuntimeError(_several_wording().format(origin.output_nr, _display_name(origin.node_name)))
-        made_by = f", which is output {origin.output_nr} of {_display_name(name)},"
-    if torch.is_anomaly_enabled():
-        hint = (
-            "the backtrace further above shows the operation that failed to compute its gradient. The variable in "
-            "question was changed in there or anywhere later. Good luck!"
-        )
-    else:
-        hint = _anomaly_hint()
+    made_by = (
+        "" if origin is None else f", which was output {origin.output_nr} of {origin.node_name} when it was saved,"
+    )
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{_type_name(dtype, device)} {list(size)}]{made_by} is at version {version}; "
-        f"expected version {expected} instead. Hint: {hint}"
+        f"[{dtype} {list(size)} on {device}]{made_by} is at version {version}; expected version {expected} instead. "
+        "Edit a clone() of it, or edit it after backward(); torch.autograd.set_detect_anomaly(True) shows which "
+        "operation has failed to compute its gradient"
     )
 
 
@@ -126,71 +107,3 @@ def resized_error(expected: int, nbytes: int) -> RuntimeError:
         f"a saved tensor had {expected:,} bytes of memory and has {nbytes:,} now, because its storage was resized "
         "(untyped_storage().resize_()); keep it as it is until backward is over"
     )
-
-
-def _maker_name(origin: Origin) -> str | None:
-    """PyTorch names the node itself for a saved output, and for a saved input whoever made its present value.
-
-    For a view of something edited it makes a new node; ``None`` where it refuses to, and raises another error.
-    """
-    # Typed as if there always were one; outside of backward there is none.
-    current: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
-    number = None if current is None else (current.name(), current._sequence_nr())
-    if number == (origin.node_name, origin.node_number):
-        return origin.node_name
-    if origin.is_view and origin.node_name in _RETURN_SEVERAL_VIEWS:
-        return None
-    tensor = None if origin.tensor is None else origin.tensor()
-    if tensor is not None and tensor.grad_fn is not None:
-        return tensor.grad_fn.name()
-    return "AsStridedBackward0" if origin.is_view else origin.node_name
-
-
-def _type_name(dtype: torch.dtype, device: torch.device) -> str:
-    """As PyTorch's errors write it: only the oldest types have Python's names."""
-    python_name = torch.empty(0, dtype=dtype, device=device).type()
-    name = python_name.rpartition(".")[2].removesuffix("Tensor")
-    return python_name if name in _OLD_TYPES else f"{device.type.upper()}{name}Type"
-
-
-def _display_name(node_name: str) -> str:
-    """Newer versions of PyTorch leave the "Backward0" out of their message."""
-    if "of ExpBackward0" in pytorch_wording():
-        return node_name
-    return node_name.rpartition("Backward")[0] or node_name
-
-
-def _anomaly_hint() -> str:
-    return pytorch_wording().partition("Hint: ")[2]
-
-
-@functools.cache
-def pytorch_wording() -> str:
-    """PyTorch's own message for a tiny program, because its wording differs between versions.
-
-    To be called once outside of any saved-tensor hooks: under hooks PyTorch would not complain.
-    """
-    with torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
-        x = torch.zeros(1, requires_grad=True, device="cpu")
-        y = x.exp()
-        y.add_(1)
-        try:
-            torch.autograd.grad(y.sum(), x)
-        except RuntimeError as error:
-            return str(error)
-    raise RuntimeError("PyTorch accepted an in-place edit of a saved tensor; this version is not supported")
-
-
-@functools.cache
-def _several_wording() -> str:
-    """PyTorch's answer when one of several views was edited, with places for number and operation."""
-    with torch.enable_grad():
-        base = torch.zeros(2, requires_grad=True, device="cpu").clone()
-        view = base.chunk(2)[1]
-        name = "" if view.grad_fn is None else _display_name(view.grad_fn.name())
-        base.detach().add_(1)
-        try:
-            _ = view.grad_fn
-        except RuntimeError as error:
-            return str(error).replace(f"Output 1 of {name}", "Output {} of {}")
-    raise RuntimeError("PyTorch accepted an in-place edit of one of several views; this version is not supported")

@@ -371,7 +371,7 @@ class SavedDeviceWeight:
         """The saved tensor.
 
         Raises:
-            RuntimeError: it was edited in place since, in PyTorch's words.
+            RuntimeError: it was edited in place since.
             StorageError: the drive refuses.
         """
         if self._probe.version != self._probe.saved:

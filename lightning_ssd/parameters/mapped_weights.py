@@ -6,17 +6,17 @@ touches a weight in between, by whatever way, finds its bytes: that costs page f
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 
 import torch
 from torch import nn
 
 from lightning_ssd.common.formatting import format_sizes
+from lightning_ssd.common.interrupts import deferring_interrupts
+from lightning_ssd.common.status_line import StatusLine
+from lightning_ssd.common.task import Task
 from lightning_ssd.common.tensors import TensorSpec
-from lightning_ssd.common.uninterrupted import undisturbed
 from lightning_ssd.errors import forget_frames
 from lightning_ssd.memory.file_mapping import FileView, drop_pages
 from lightning_ssd.memory.host_room import HostRoom
@@ -77,8 +77,6 @@ class MappedWeights(PagedWeights[MappedStorage]):
         self._files = files
         self._sources = SourceFiles(verify=verify)
         self._taken_bytes = 0
-        # Guards the exchange of memory against an interrupted caller who goes on. A leaf lock.
-        self._exchange = threading.Lock()
 
     def _must_move(self, weight: Weight[MappedStorage], weights: SharedWeights, *, beside_frozen: bool) -> bool:
         """Whether it is trained, and so has no place among what is frozen, nor in a file of the user's."""
@@ -98,9 +96,23 @@ class MappedWeights(PagedWeights[MappedStorage]):
         return weights.is_frozen and self._sources.has(weights.storage, weights.slices)
 
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
-        nbytes = sum(weights.storage.nbytes() for weights in new if not self._is_in_place(weights))
-        doing = f"Writing {format_sizes(nbytes)[0]} of weights" if nbytes else None
-        self._uninterrupted(partial(self._take_all, new, places, trained), doing)
+        """Their old memory goes one by one, as each has its new one. An interrupt comes between two of them."""
+        sizes = [0 if self._is_in_place(weights) else weights.storage.nbytes() for weights in new]
+        done, doing = 0, f"Writing {format_sizes(sum(sizes))[0]} of weights" if any(sizes) else None
+        try:
+            with StatusLine(doing) as line:
+                for place, nbytes in zip(places, sizes, strict=True):
+                    line.update(done, sum(sizes))
+                    self._take(place, new.pop(0))
+                    done += nbytes
+                while trained:
+                    self._release(trained.pop(0))
+                written = Task(self._files.sync, "lightning_ssd-sync")  # a wait that an interrupt ends
+                written.start()
+                written.result()
+        except BaseException as error:
+            forget_frames(error)  # they hold the storages, which would count as held when it is tried again
+            raise
 
     def move_in(self, module: nn.Module) -> None:
         """Bring back what was taken over while the model was built, and is trained, before
@@ -132,34 +144,13 @@ class MappedWeights(PagedWeights[MappedStorage]):
     def _on_drives(self) -> tuple[int, int]:
         return self._files.written_bytes, self._files.disk_bytes
 
-    def _uninterrupted(self, work: Callable[[_Stop], None], doing: str | None = None) -> None:
-        """Take over in a thread of its own. Once an interrupt has taken us from it, it exchanges no memory any more."""
-        stop = _Stop(self._exchange)
-        try:
-            undisturbed(partial(work, stop), "lightning_ssd-weights", doing=doing)
-        except BaseException as error:
-            stop.now()
-            forget_frames(error)  # they hold the storages, which would count as held when it is tried again
-            raise
-
-    def _take_all(
-        self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights], stop: _Stop
-    ) -> None:
-        """Their old memory goes one by one, as each has its new one."""
-        for place in places:
-            self._take(place, new.pop(0), stop)
-        while trained:
-            self._release(trained.pop(0), stop)
-        self._files.sync()
-
-    def _take(self, place: Place, weights: SharedWeights, stop: _Stop) -> None:
+    def _take(self, place: Place, weights: SharedWeights) -> None:
         """Write one storage to a file, and give its weights memory that shows it."""
-        if stop.has_come():
-            return
-        mapped = self._mapped(weights)
+        with deferring_interrupts():
+            mapped = self._mapped(weights)
         storage = mapped.show()
-        with self._exchange:
-            if stop.has_come() or why_it_stays(weights) is not None:  # the caller has gone on meanwhile
+        with deferring_interrupts():  # of its own: it ends before a further Ctrl-C would be obeyed
+            if why_it_stays(weights) is not None:  # another thread has taken hold of it meanwhile
                 del storage
                 mapped.forget()
                 return
@@ -181,14 +172,15 @@ class MappedWeights(PagedWeights[MappedStorage]):
         changes = not self._builders and not weights.is_frozen
         return self._files.write(weights.storage, changes=changes)
 
-    def _release(self, weights: SharedWeights, stop: _Stop) -> None:
+    def _release(self, weights: SharedWeights) -> None:
         """Give weights ordinary memory, such as those that are trained: each update would be written to the drive."""
         weight = self.pager.find(weights.storage)
-        if weight is not None:
-            bring_in(weight)  # else a drive that fails would end the process
-        ordinary = _copied(weights.storage)
-        with self._exchange:
-            if not stop.has_come() and why_it_stays(weights) is None:
+        with deferring_interrupts():
+            if weight is not None:
+                bring_in(weight)  # else a drive that fails would end the process
+            ordinary = _copied(weights.storage)
+        with deferring_interrupts():
+            if why_it_stays(weights) is None:
                 _show(weights, ordinary)
 
     def close(self) -> None:
@@ -239,25 +231,3 @@ def _show(weights: SharedWeights, storage: torch.UntypedStorage) -> None:
     for tensor in weights.tensors:
         with torch.inference_mode(tensor.is_inference()):
             tensor.data = TensorSpec.of(tensor).view(storage)
-
-
-class _Stop:
-    """Tells a thread that the caller has gone on.
-
-    Args:
-        exchange: held while memory is exchanged.
-    """
-
-    def __init__(self, exchange: threading.Lock) -> None:
-        self._exchange = exchange
-        self._come = False
-
-    def has_come(self) -> bool:
-        """Whether to do nothing more."""
-        return self._come
-
-    def now(self) -> None:
-        """From the return on, no memory is exchanged."""
-        self._come = True  # already for what has not begun
-        with self._exchange:
-            pass

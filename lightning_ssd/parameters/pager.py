@@ -52,7 +52,7 @@ class SavedElsewhere(Protocol):
         """The tensor, with the values that it was saved with.
 
         Raises:
-            RuntimeError: it was edited in place since, in PyTorch's words.
+            RuntimeError: it was edited in place since.
         """
 
 
@@ -118,8 +118,6 @@ class Pager(ABC, Generic[Memory]):
         self._left: Unit[Memory] | None = None
         """Whose forward has ended last. Who looks at its weights then, such as a hook, brings them back unasked."""
         self.is_closed = False
-        self.has_told_of_casts = False
-        """Whether the log has what autocast's copies of the weights take."""
         self.has_told_of_splits = False
         """Whether the user knows that compiled code is divided where weights come."""
         self._window_bytes: int | None = None

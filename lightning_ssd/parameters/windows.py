@@ -12,7 +12,6 @@ import torch
 from lightning_ssd.common.compiler import compiler_is_at_work
 from lightning_ssd.common.dtensor import ShardedGroup
 from lightning_ssd.common.method_patch import MethodPatch
-from lightning_ssd.parameters.casts import tell_of_casts
 from lightning_ssd.parameters.pager import Pager, Unit
 
 __all__ = ["Gathering", "Window"]
@@ -57,8 +56,6 @@ class Window(_UnitPatch):
         if torch.compiler.is_compiling() or not unit.weights:
             self._pager.is_traced(unit)
             return self.__wrapped__(*args, **kwargs)
-        if not self._pager.has_told_of_casts and self.module is not None:
-            self._pager.has_told_of_casts = tell_of_casts(self.module, self._pager.waits)
         if not self._pager.has_told_of_splits and compiler_is_at_work() and not _is_compiled_alone():
             self._pager.has_told_of_splits = True
             warnings.warn(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from lightning_ssd.common.uninterrupted import Task
+from lightning_ssd.common.task import Task
 from lightning_ssd.planning.plan import Machine, Plan, PlanObjective
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling.drift import DriftDetector

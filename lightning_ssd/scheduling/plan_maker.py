@@ -8,7 +8,7 @@ from collections import deque
 from functools import partial
 
 from lightning_ssd.common.profiling import span
-from lightning_ssd.common.uninterrupted import Task
+from lightning_ssd.common.task import Task
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.planning.plan import Machine, Plan, PlanObjective
 from lightning_ssd.planning.planner import make_plan

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from lightning_ssd.common.collectives import AllReduceMin
 from lightning_ssd.common.formatting import format_sizes
+from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, recomputing_budget, smallest_budget
 from lightning_ssd.planning.recompute_trace import inner_bytes, with_inner
@@ -82,7 +83,7 @@ class Scheduler:
         self._untold: deque[str] = deque()  # a pass that begins holds the accounting lock, and handlers run any code
         # Held by the thread that learns, or puts plans in force: knowledge has one writer at a time. Other processes
         # and the maker's thread are waited for under it, so a pass that begins (under the accounting lock) never waits.
-        # One that knows its owner: see _poll_if_free.
+        # One that knows its owner: a signal handler may wait for plans in the midst of it.
         self._learning = threading.RLock()
         self._is_learning = False
 
@@ -333,16 +334,12 @@ class Scheduler:
         """
         if self._is_learning:
             return
-        try:
+        with deferring_interrupts():  # else one could leave the lock taken
             if self._learning.acquire(blocking=False):
-                self._poll()
-        finally:
-            # Whether an interrupt came before the lock was taken or right after, no flag could say in time: the lock
-            # itself refuses who has it not.
-            try:  # noqa: SIM105  an interrupt in `suppress` would leave it taken
-                self._learning.release()
-            except RuntimeError:
-                pass
+                try:
+                    self._poll()
+                finally:
+                    self._learning.release()
 
     def _poll(self) -> None:
         for kind in self._in_the_making():

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.status_line import StatusLine
 
 __all__ = ["StreamedCheckpointIO"]
@@ -122,6 +123,7 @@ def _save(checkpoint: dict[str, Any], stream: Any) -> None:
 
 def _umask() -> int:
     # There is no way to ask without setting.
-    mask = os.umask(0o077)
-    os.umask(mask)
+    with deferring_interrupts():
+        mask = os.umask(0o077)
+        os.umask(mask)
     return mask

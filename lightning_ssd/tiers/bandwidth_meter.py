@@ -10,8 +10,9 @@ from collections.abc import Callable
 import torch
 
 from lightning_ssd.common.accelerators import accelerator_of
+from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.rounding import round_up
-from lightning_ssd.common.uninterrupted import undisturbed
+from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.mmap import ADVISE_HUGE, PAGE_BYTES, READ_WRITE, address_of, libc, map_anonymous
 from lightning_ssd.planning.bandwidth import RateEstimate, first_guess
@@ -142,7 +143,8 @@ class _Channels:
         probe = self._probe  # once: another thread may have just ended it
         if probe is not None and not (self._write.value and self._read.value):
             try:
-                probed = undisturbed(probe, "lightning_ssd-probe", doing=f"Probing {self._place}")
+                with StatusLine(f"Probing {self._place}", delay_s=0), deferring_interrupts():
+                    probed = probe()
             # As with a failed write: nothing is moved, training goes on. A device or a host without the memory to try
             # copies with raises a RuntimeError of PyTorch's.
             except (OSError, StorageError, RuntimeError, MemoryError) as error:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_ssd.common.status_line import StatusLine
-from lightning_ssd.common.uninterrupted import Task, undisturbed
+from lightning_ssd.common.task import Task
 from tests.support.terminal import run_on_terminal, screen
 
 GIB = 1 << 30
@@ -155,11 +155,7 @@ def test_a_terminal_that_is_closed_costs_nothing(terminal: Terminal) -> None:
 
 
 def test_waiting_is_shown_when_it_takes_long(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert undisturbed(lambda: 3, "lightning_ssd-test", doing="Probing") == 3
-    assert terminal.getvalue() == ""
-    monkeypatch.setattr("lightning_ssd.common.uninterrupted.DELAY_S", 0.05)
-    assert undisturbed(lambda: time.sleep(0.3) or 3, "lightning_ssd-test", doing="Probing") == 3
-    assert "Probing ..." in terminal.getvalue()
+    monkeypatch.setattr("lightning_ssd.common.task.DELAY_S", 0.05)
     task = Task(lambda: time.sleep(0.3), "lightning_ssd-test")
     task.wait("Planning")  # not begun
     task.start()
@@ -172,10 +168,12 @@ def test_waiting_is_shown_when_it_takes_long(terminal: Terminal, monkeypatch: py
 ON_TERMINAL = """
 import os, signal, time
 from lightning_ssd.common.status_line import StatusLine
-from lightning_ssd.common.uninterrupted import undisturbed
+from lightning_ssd.common.task import Task
 with StatusLine("Laying out", delay_s=0):
     pass
-undisturbed(lambda: time.sleep(1), "lightning_ssd-test", doing="Probing")
+task = Task(lambda: time.sleep(1), "lightning_ssd-test")
+task.start()
+task.wait("Planning")
 try:
     with StatusLine("Saving", delay_s=0):
         os.kill(os.getpid(), signal.SIGINT)
@@ -187,5 +185,5 @@ except KeyboardInterrupt:
 
 def test_on_a_terminal() -> None:
     written = run_on_terminal(ON_TERMINAL, {"RANK": "0"})
-    assert all(f"{doing} ..." in written for doing in ("Laying out", "Probing", "Saving"))
+    assert all(f"{doing} ..." in written for doing in ("Laying out", "Planning", "Saving"))
     assert screen(written) == ["interrupted"]

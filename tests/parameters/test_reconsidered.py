@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +17,7 @@ from lightning_ssd import Offloader
 from lightning_ssd.errors import OutOfSpaceError, StorageError
 from lightning_ssd.memory import gauge
 from lightning_ssd.parameters import residents, step_memory
-from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
+from lightning_ssd.parameters.files.mapped_storage import is_mapped, unreadable
 from lightning_ssd.parameters.units import shared_weights, why_it_stays
 from lightning_ssd.planning import residency
 from tests.parameters.test_auto import BLOCK_BYTES, TRAINED, blocks_of, policy, waiting
@@ -247,19 +246,15 @@ def test_what_refuses_to_take_weights_is_told_of_once_and_they_stay(
 def test_a_weight_that_cannot_be_read_does_not_come_back(
     opened: Callable[..., Offloader], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = FiledStorage.bring_in
-
-    def bring_in(memory: FiledStorage) -> None:
-        if threading.current_thread().name == "lightning_ssd-weights":  # not where it is used
-            raise OSError(errno.EIO, "the drive fails")
-        real(memory)
+    def bring_in(weight: object) -> None:  # not where it is used
+        raise unreadable(["it"], 1, OSError(errno.EIO, "the drive fails"))
 
     plain, model = built(), built()
     machine.models.append(model)
     offloader = opened(model)
     machine.lacks(GIB)
     expected, found = train(plain, steps=4), train(model, offloader, steps=4)
-    monkeypatch.setattr(FiledStorage, "bring_in", bring_in)
+    monkeypatch.setattr("lightning_ssd.parameters.mapped_weights.bring_in", bring_in)
     machine.lacks(-GIB)
     with pytest.warns(UserWarning, match="cannot be changed any more .*could not be read") as told:
         assert same(found + train(model, offloader, steps=8), expected + train(plain, steps=8))
@@ -299,7 +294,7 @@ def test_what_an_interrupt_has_kept_from_moving_moves_in_the_next_step(
     kept_bytes = offloader.stats.weights_kept_bytes
     machine.lacks(GIB)
     with monkeypatch.context() as patched:
-        patched.setattr("lightning_ssd.parameters.mapped_weights.undisturbed", interrupted)
+        patched.setattr("lightning_ssd.parameters.mapped_weights.MappedWeights._take", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(model, offloader, steps=2)
     train(plain, steps=1)  # the first step shows it

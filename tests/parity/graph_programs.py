@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.models import Perceptrons, floats
-from tests.support.helpers import Session
+from tests.support.helpers import Session, meaning_of
 
 Program = Callable[[Session], Any]
 
@@ -320,7 +320,7 @@ def gradients_that_are_saved_tensors(session: Session) -> Any:
     try:
         loss.backward()
     except RuntimeError as error:
-        return first, str(error)
+        return first, meaning_of(str(error))
     return first, a.grad, b.grad
 
 

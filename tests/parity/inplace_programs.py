@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.helpers import Session
+from tests.support.helpers import Session, meaning_of
 
 Program = Callable[[Session], Any]
 
@@ -167,7 +167,7 @@ def second_version_saved_too(session: Session) -> Any:
     try:
         finish(session, first, a)
     except RuntimeError as error:
-        return good[0].clone(), str(error)
+        return good[0].clone(), meaning_of(str(error))
     return good
 
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from recipes.benchmarks.harness.modes import Settings
-from recipes.benchmarks.harness.shapes import TINY
+from recipes.benchmarks.harness.shapes import TINY, Shape
 from recipes.benchmarks.workers import optimizer as optimizer_worker
 from recipes.benchmarks.workers import step
 from recipes.benchmarks.workers.optimizer_job import OptimizerJob, Sizes
-from recipes.determinism import make_deterministic
+from recipes.determinism import FUNCTIONS, make_deterministic, settle_first_calls
+from recipes.models import build_network
 
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -125,3 +127,39 @@ def test_a_worker_of_updates_asks_before_it_makes_anything(tmp_path: Path, monke
     with pytest.raises(KeyboardInterrupt), optimizer_worker.open_updater(job):
         pass
     assert asked == ["cpu"]
+
+
+# -- first calls: the race itself shows in one process of twenty or fewer, so each call is shown to come before it -----
+
+
+def test_every_function_is_called_on_one_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, torch.dtype, int]] = []
+    for name in FUNCTIONS:
+
+        def call(number: torch.Tensor, name: str = name) -> None:
+            calls.append((name, number.dtype, number.numel()))
+
+        monkeypatch.setattr(torch, name, call)
+    settle_first_calls.cache_clear()
+    settle_first_calls()
+    settle_first_calls()
+    expected = [(name, dtype, 1) for name in FUNCTIONS for dtype in (torch.float32, torch.float64)]
+    assert sorted(calls, key=str) == sorted(expected, key=str)
+
+
+def test_every_recipe_that_trains_makes_them() -> None:
+    """Otherwise plain training could differ from itself, and from ours."""
+    settle_first_calls.cache_clear()
+    build_network(GPT2Config(vocab_size=8, n_positions=4, n_embd=8, n_layer=1, n_head=2), "causal")
+    assert settle_first_calls.cache_info().currsize == 1
+    settle_first_calls.cache_clear()
+    Shape(layers=1, width=8, heads=2, sequence=4, vocabulary=8).model()
+    assert settle_first_calls.cache_info().currsize == 1
+
+
+def test_random_numbers_and_modes_stay_as_they_were() -> None:
+    before = torch.get_rng_state()
+    settle_first_calls.cache_clear()
+    with torch.device("meta"):
+        settle_first_calls()
+    assert torch.equal(torch.get_rng_state(), before)

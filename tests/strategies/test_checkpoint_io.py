@@ -17,8 +17,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.memory.malloc import trim
+from lightning_ssd.strategies import checkpoint_io
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from tests.support.helpers import assert_identical
+from tests.support.interrupted_points import PointsIn
 
 MIB = 1 << 20
 
@@ -103,6 +105,7 @@ def test_an_interrupt_before_the_first_record_does_not_end_the_process(tmp_path:
     script = """
 import sys, torch
 from torch.serialization import _open_zipfile_writer_buffer as writer
+from lightning_ssd.strategies import checkpoint_io
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 
 def interrupted(self, buffer, made=writer.__init__):
@@ -250,3 +253,10 @@ def test_states_on_ssd_do_not_pass_through_memory(states: dict[str, Any], spill_
 def test_the_measurement_sees_lightnings_copy(states: dict[str, Any], spill_dir: Path) -> None:
     extra, _ = extra_bytes(lambda: TorchCheckpointIO().save_checkpoint(states, spill_dir / "last.ckpt"))
     assert extra > 150 * MIB
+
+
+def test_an_interrupt_leaves_the_mask_of_new_files() -> None:
+    points, before = PointsIn("strategies/checkpoint_io.py"), checkpoint_io._umask()
+    while (where := points.interrupt(checkpoint_io._umask)) is not None:
+        assert checkpoint_io._umask() == before, where
+    assert len(points.seen) > 1

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from lightning.pytorch.callbacks import ModelCheckpoint, {bar}
 from lightning_ssd import HardwareProfile, OffloadMonitor, OffloadPolicy, SSDOffloadStrategy
-from lightning_ssd.common import status_line, uninterrupted
+from lightning_ssd.common import status_line, task
 from tests.support.trainers import Net, make_trainer
 
-status_line._REDRAW_S = uninterrupted.DELAY_S = 0.0
+status_line._REDRAW_S = task.DELAY_S = 0.0
 status_line.StatusLine.__init__.__kwdefaults__["delay_s"] = 0.0  # all work takes long
 directory = Path({directory!r})
 strategy = SSDOffloadStrategy(

@@ -1,12 +1,13 @@
 """What the exactness tests share: one program runs plainly and with offloading, and must give the same bits.
 
 A *program* takes a :class:`Session` and returns any tree of tensors and numbers. :func:`assert_same` runs it once
-without us and once per :class:`Setup`, and compares what it returned, or the type and text of what it raised.
+without us and once per :class:`Setup`, and compares what it returned, or the type and meaning of what it raised.
 """
 
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 import traceback
@@ -96,8 +97,38 @@ class Raised:
     """What a program raised. The exception itself is not kept: its traceback holds the graph."""
 
     type: str
-    text: str
+    text: str = field(compare=False)
     trace: str = field(default="", compare=False, repr=False)
+    meaning: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "meaning", meaning_of(self.text))
+
+
+_EDITED = re.compile(
+    r"modified by an inplace operation: \[\S+ (?P<size>\[.*?\]).*?\]"
+    r"(, which (is|was) output (?P<output>\d+) of (?P<maker>[\w:]+?)(Backward\d*)?( when it was saved)?,)? "
+    r"is at version (?P<version>\d+); expected version (?P<expected>\d+) instead"
+)
+"""In PyTorch's error and in ours about an edit of a saved tensor."""
+
+
+def meaning_of(text: str) -> str:
+    """Return the text of an error, or what PyTorch's words and ours about an edit of a saved tensor have in common."""
+    found = _EDITED.search(text)
+    return (
+        text if found is None else "edited in place: {size} is at {version}, not {expected}".format(**found.groupdict())
+    )
+
+
+IS_ONE_OF_SEVERAL = "is a view and its base or another view of its base has been modified inplace"
+"""In PyTorch's error about a saved tensor that is one of several views which one operation gave."""
+
+
+def maker_of(text: str) -> tuple[str, str] | None:
+    """Return the output and the operation that such an error names."""
+    found = _EDITED.search(text)
+    return None if found is None or found["maker"] is None else (found["output"], found["maker"])
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 Run by ``tests/test_interrupts.py``: a hang or a crash is then seen from outside.
 
-Real signals: a timer's handler raises ``KeyboardInterrupt``, as Python's own handler of SIGINT does. Chosen moments:
-Python looks for signals where a function is entered and where a call into C returns (and where a loop jumps back, which
-is next to one of these in all of our loops). A profiler is called at these very points, and raises once at each point
-of the package's code. A tracer of lines would not do: it is called before the lock of a ``with`` block is given back,
-where Python looks for no signal.
+Real signals: a timer's handler, or a profiler, sends SIGINT. Its handler raises ``KeyboardInterrupt``, as Python's own
+does, now or when a critical section is over. Chosen moments: Python looks for signals where a function is entered and
+where a call into C returns (and where a loop jumps back, which is next to one of these in all of our loops). A profiler
+is called at these very points, and sends it once at each point of the package's code; at two of each critical section,
+since all of its points are left alike. A tracer of lines would not do: it is called before the lock of a ``with`` block
+is given back, where Python looks for no signal.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.planning import update_memory
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
-from tests.support.optimizer_pairs import assert_same_states
 
+GUARD = deferring_interrupts.__enter__.__code__.co_filename
+SENT_S = [0.0]
+"""When the last SIGINT was sent."""
 PACKAGE = str(Path(__file__).resolve().parents[2] / "lightning_ssd")
 HANG_S = 30.0
 GRACE_S = 5.0
@@ -54,7 +58,6 @@ KINDS = {
     },
     "recompute": {"activations": "recompute"},
     "plan": {"activations": "auto", "activation_budget": 160 << 10, "recompute_modules": "blocks"},
-    "surgery": {"activations": "keep", "optimizer_states": "offload"},
 }
 REMEMBERING = ("recompute", "plan")
 
@@ -179,123 +182,6 @@ class Trial:
         return None
 
 
-class Surgery:
-    """What is done to one model and its optimizer, turn by turn: each one idempotent but for steps."""
-
-    def __init__(self) -> None:
-        self.parameters = list(make_model().parameters())
-        torch.manual_seed(5)
-        self.late = [torch.nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))]
-        self.optimizer: Any = torch.optim.AdamW(self.parameters)
-        self.held: Any = None
-        self.turns = [self.step, self.step, self.edit, self.step, self.hold, self.step, self.grow]
-        self.turns += [self.step, self.load, self.step, self.drop, self.step]
-
-    def step(self) -> None:
-        for number, p in enumerate(self.parameters + self.late):
-            p.grad = torch.sin(p.detach() * 3 + number)
-        self.optimizer.step()
-
-    def edit(self) -> None:
-        self.optimizer.state[self.parameters[0]]["exp_avg"].zero_()
-        self.optimizer.state[self.parameters[2]] = {
-            "step": torch.tensor(1.0),
-            "exp_avg": torch.ones(WIDTH, WIDTH),
-            "exp_avg_sq": torch.ones(WIDTH, WIDTH),
-        }
-
-    def hold(self) -> None:
-        self.held = self.optimizer.state[self.parameters[4]]["exp_avg"]
-        self.held.fill_(2.0)
-
-    def grow(self) -> None:
-        if len(self.optimizer.param_groups) == 1:
-            self.optimizer.add_param_group({"params": self.late, "lr": 1e-2})
-
-    def load(self) -> None:
-        num = len(self.parameters + self.late)
-        state = {n: {"step": torch.tensor(9.0)} for n in range(num)}
-        for n, p in enumerate(self.parameters + self.late):
-            state[n].update(exp_avg=torch.full_like(p, 0.1), exp_avg_sq=torch.full_like(p, 0.2))
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        numbers = [list(range(num - 1)), [num - 1]]
-        groups = [{**own, "lr": 0.5, "params": mine} for own, mine in zip(options, numbers, strict=True)]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-    def drop(self) -> None:
-        self.held = None
-        self.optimizer.state.pop(self.parameters[0], None)
-
-    def is_like(self, plain: Surgery) -> bool:
-        """Whether both have the same bits."""
-        if not all(map(torch.equal, self.parameters + self.late, plain.parameters + plain.late)):
-            return False
-        try:
-            assert_same_states(self.optimizer.state_dict(), plain.optimizer.state_dict())
-        except AssertionError:
-            return False
-        return True
-
-
-class SurgeryTrial(Trial):
-    """Compared with a plain twin, for which the interrupted turn has not begun, or is complete."""
-
-    def __init__(self, directory: Path, kind: str) -> None:
-        super().__init__(directory, kind)
-        self.mine, self.turn = Surgery(), 0
-
-    def run(self) -> None:
-        hardware = HardwareProfile(paths=[self.directory / "spill"], allow_unsuitable_paths=True, host_memory=0)
-        self.offloader = Offloader(policy=OffloadPolicy(**KINDS[self.kind]), hardware=hardware)  # type: ignore[arg-type]
-        self.offloader.open()
-        self.mine.optimizer = self.offloader.offload_optimizer(self.mine.optimizer)
-        look = sys.getprofile()
-        sys.setprofile(None)  # each point once: not in the first steps, but where states go down before one
-        while self.turn < len(self.mine.turns):
-            if self.mine.turns[self.turn] == self.mine.edit:
-                sys.setprofile(look)
-            self.mine.turns[self.turn]()
-            self.turn += 1
-        self.offloader.close()
-
-    def go_on(self) -> str | None:
-        try:
-            return self._compared()
-        finally:
-            self.offloader = self.mine = self.optimizer = None  # type: ignore[assignment]
-
-    def _compared(self) -> str | None:
-        offloader, mine, plain = self.offloader, self.mine, Surgery()
-        if offloader is None or not offloader.is_open or type(mine.optimizer) is torch.optim.AdamW:
-            return None
-        for turn in plain.turns[: self.turn]:
-            turn()
-        if mine.optimizer._broken is None and self.turn < len(mine.turns):
-            if mine.turns[self.turn].__name__ != "step":
-                mine.turns[self.turn]()
-                plain.turns[self.turn]()
-            elif not mine.is_like(plain):
-                plain.turns[self.turn]()  # it was complete
-                self.turn += 1
-            for number in range(self.turn, len(mine.turns)):
-                if not mine.is_like(plain):
-                    return f"other bits before turn {number}, {mine.turns[number].__name__}"
-                mine.turns[number]()
-                plain.turns[number]()
-            if not mine.is_like(plain):
-                return "other bits at the end"
-        elif mine.optimizer._broken is not None:
-            try:
-                mine.step()
-            except RuntimeError as error:
-                if "an earlier step of this optimizer is incomplete" not in str(error):
-                    raise
-            else:
-                return "trains on after an incomplete step"
-        offloader.close()
-        return None
-
-
 def left(directory: Path, before: set[str]) -> list[str]:
     """Threads, descriptors and files that are there still."""
     found = [f"thread {t.name}" for t in threading.enumerate() if t is not threading.main_thread()]
@@ -326,10 +212,8 @@ class Report:
         """Returns whether the interrupt came."""
         before = set(os.listdir("/proc/self/fd"))
         faulthandler.dump_traceback_later(HANG_S, exit=True)
-        made = (SurgeryTrial if kind == "surgery" else Trial)(directory, kind)
-        trial, caught, began_s, run_began_s = made, None, 0.0, time.perf_counter()
+        trial, caught, began_s, run_began_s = Trial(directory, kind), None, 0.0, time.perf_counter()
         where: str | None = None  # the interrupt may come between the trial and disarm()
-        del made
         try:
             try:
                 arm()
@@ -392,7 +276,7 @@ def by_timer(report: Report, directory: Path, kinds: list[str], num: int, seed: 
     def handler(number: int, frame: FrameType | None) -> None:
         code = None if frame is None else frame.f_code
         fired.append("" if code is None else f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")  # type: ignore[union-attr]
-        raise KeyboardInterrupt(time.perf_counter())
+        send_interrupt()
 
     signal.signal(signal.SIGALRM, handler)
 
@@ -407,16 +291,30 @@ def by_timer(report: Report, directory: Path, kinds: list[str], num: int, seed: 
         report.trial(directory, kind, lambda: signal.setitimer(signal.ITIMER_REAL, delay_s) and None, disarm)  # noqa: B023
 
 
+def send_interrupt() -> None:
+    """Press Ctrl-C."""
+    SENT_S[0] = time.perf_counter()
+    signal.raise_signal(signal.SIGINT)
+
+
+def obey(number: int, frame: FrameType | None) -> None:
+    """Handle SIGINT as Python does, and tell when it was sent."""
+    raise KeyboardInterrupt(SENT_S[0])
+
+
 class Points:
-    """Raises once at each point of our code at which Python would look for signals, one per trial."""
+    """Sends an interrupt once at each point of our code at which Python would look for signals, one per trial."""
 
     def __init__(self, share: tuple[int, int]) -> None:
         self.seen: set[tuple[Any, ...]] = set()
         self.share = share
         self.where: str | None = None
+        self._section: object = None
+        self._num_sections = 0
 
     def start(self) -> None:
-        self.where = None
+        self.where = self._section = None
+        self._num_sections = 0
         sys.setprofile(self.look)
 
     def stop(self) -> str | None:
@@ -429,6 +327,11 @@ class Points:
 
     def key(self, frame: FrameType, event: str) -> tuple[Any, ...]:
         """What makes two points the same."""
+        section = signal.getsignal(signal.SIGINT)
+        if isinstance(section, deferring_interrupts) and frame.f_code.co_filename != GUARD:
+            self._num_sections += section is not self._section
+            self._section = section
+            return self._num_sections, event
         return frame.f_code.co_filename, frame.f_code.co_qualname, frame.f_lasti, event
 
     def at(self, frame: FrameType, event: str) -> None:
@@ -439,11 +342,14 @@ class Points:
         if point in self.seen:
             return
         self.seen.add(point)
-        if zlib.crc32(f"{code.co_qualname} {frame.f_lasti} {event}".encode()) % self.share[1] != self.share[0]:
+        if (
+            len(point) > 2
+            and zlib.crc32(f"{code.co_qualname} {frame.f_lasti} {event}".encode()) % self.share[1] != self.share[0]
+        ):
             return
         self.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname} {event}"
         sys.setprofile(None)
-        raise KeyboardInterrupt(time.perf_counter())
+        send_interrupt()
 
 
 def may_be_closing(frame: FrameType) -> bool:
@@ -473,6 +379,7 @@ def main() -> None:
     parser.add_argument("--share", type=int, nargs=2, default=(0, 1))
     args = parser.parse_args()
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, obey)
     report, kinds = Report(), args.kinds.split(",")
     update_memory._MIN_SUBGROUP_BYTES = 32 << 10  # so that there are some
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:

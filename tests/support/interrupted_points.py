@@ -14,7 +14,7 @@ class PointsIn(Points):
     """Those of files of the package, where Python would look for signals.
 
     Args:
-        names: of the files, below the package.
+        names: of the files, below the package; without any, all files are meant.
     """
 
     def __init__(self, *names: str) -> None:
@@ -24,7 +24,7 @@ class PointsIn(Points):
 
     def look(self, frame: FrameType, event: str, arg: Any) -> None:
         """As a profiler is called."""
-        if frame.f_code.co_filename in self._paths:
+        if not self._paths or frame.f_code.co_filename in self._paths:
             super().look(frame, event, arg)
 
     def interrupt(self, call: Callable[[], object]) -> str | None:

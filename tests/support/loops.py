@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
-from lightning_ssd.common.first_calls import settle_first_calls
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
+from recipes.determinism import settle_first_calls
 
 VOCABULARY, WINDOW, WIDTH = 50, 16, 32
 

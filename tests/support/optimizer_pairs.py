@@ -73,6 +73,8 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) is not isinstance(other, torch.Tensor):
+        return False
     if isinstance(other, torch.Tensor):
         if other.layout != torch.strided:
             return bool(one.layout == other.layout) and same(one.to_dense(), other.to_dense())

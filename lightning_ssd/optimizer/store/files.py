@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 
 import torch
 
 from lightning_ssd.common.formatting import format_sizes
-from lightning_ssd.common.uninterrupted import undisturbed
+from lightning_ssd.common.interrupts import deferring_interrupts
+from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.memory.host_budget import BudgetShare
 from lightning_ssd.storage.drive_probe import Rates
@@ -80,7 +80,8 @@ class StateFiles:
             OutOfSpaceError: all directories together have no room. Nothing was given back, and nothing is lost.
         """
         doing = f"Reserving {format_sizes(sum(needs))[0]} of disk space for optimizer states"
-        undisturbed(partial(self._reserve, needs), "lightning_ssd-reserve", doing=doing)
+        with StatusLine(doing, delay_s=0), deferring_interrupts():
+            self._reserve(needs)
 
     def _reserve(self, needs: Sequence[int]) -> None:
         missing, first = 0, None

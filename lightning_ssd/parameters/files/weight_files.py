@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from lightning_ssd.common.rounding import round_up
+from lightning_ssd.common.task import Task
 from lightning_ssd.common.tensors import Region
-from lightning_ssd.common.uninterrupted import Task
 from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import VECTOR_BYTES

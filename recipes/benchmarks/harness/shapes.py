@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.common.first_calls import settle_first_calls
 from recipes.benchmarks.harness.gpt import GPT
+from recipes.determinism import settle_first_calls
 
 __all__ = [
     "PROFILES",

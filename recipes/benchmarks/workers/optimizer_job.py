@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_ssd.common.first_calls import settle_first_calls
+from recipes.determinism import settle_first_calls
 
 __all__ = ["BASELINE", "MODES", "OPTIMIZERS", "SIZES", "Needs", "OptimizerJob", "Sizes", "cache_share", "parse_modes"]
 

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 import lightning_ssd
-from lightning_ssd.common.first_calls import settle_first_calls
 from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import read_memory, reset_host_peak
@@ -27,6 +26,7 @@ from lightning_ssd.parameters.units import owners, shared_weights
 from recipes.benchmarks.harness.gpt import GPT
 from recipes.benchmarks.harness.modes import Account
 from recipes.benchmarks.harness.process import answer_parent
+from recipes.determinism import settle_first_calls
 from recipes.lora import LoRALayer
 from recipes.meter import weights_digest
 
@@ -58,7 +58,7 @@ class Sizes:
 
     def model(self, *, lora: bool) -> nn.Module:
         """The same weights in every process."""
-        settle_first_calls()  # keeping opens no Offloader, which would do so
+        settle_first_calls()
         torch.manual_seed(0)
         sizes = asdict(self)
         del sizes["batch"]

@@ -1,0 +1,261 @@
+"""A critical section that Ctrl-C does not divide, and waiting that leaves no lock taken."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from lightning_ssd.common import interrupts
+from lightning_ssd.common.interrupts import deferring_interrupts
+from lightning_ssd.common.waiting import Changes, Latch
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    """The handler that was there must be there after each test."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    after = signal.signal(signal.SIGINT, before)
+    assert after is before
+
+
+@contextmanager
+def handling(handler: Handler) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        assert signal.getsignal(signal.SIGINT) is handler
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interrupt_after(seconds: float) -> Iterator[None]:
+    """Ctrl-C, to the main thread."""
+    timer = threading.Timer(seconds, os.kill, args=(os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def interrupted_and_wrong() -> None:
+    with deferring_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        raise ZeroDivisionError
+
+
+def test_an_interrupt_is_raised_at_the_end() -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with deferring_interrupts():
+            time.sleep(0.3)
+            done.append("section")
+        done.append("behind it")
+
+    with interrupt_after(0.05), pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["section"]
+
+
+def test_an_error_of_the_section_is_its_context() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupted_and_wrong()
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError), deferring_interrupts():
+        raise ZeroDivisionError
+
+
+def test_a_handler_of_the_user_is_called_once_the_section_is_over() -> None:
+    """Lightning and notebooks have their own. One that raises nothing hides no error."""
+    calls: list[tuple[int, list[str]]] = []
+    done: list[str] = []
+    with handling(lambda number, frame: calls.append((number, list(done)))):
+        with deferring_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            done.append("section")
+        assert calls == [(signal.SIGINT, ["section"])]
+        with pytest.raises(ZeroDivisionError):
+            interrupted_and_wrong()
+        assert len(calls) == 2
+
+
+def test_a_section_within_a_section_does_nothing() -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with deferring_interrupts():
+            outer = signal.getsignal(signal.SIGINT)
+            with deferring_interrupts():
+                assert signal.getsignal(signal.SIGINT) is outer
+                signal.raise_signal(signal.SIGINT)
+            done.append("still within")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["still within"]
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_where_python_has_no_handler_nothing_is_done(handler: Handler) -> None:
+    with handling(handler), deferring_interrupts():
+        assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_handler_of_c_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python cannot put such a one back."""
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    with deferring_interrupts():
+        pass
+
+
+def test_in_another_thread_nothing_is_done() -> None:
+    seen: list[Handler] = []
+
+    def work() -> None:
+        with deferring_interrupts():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGINT)]
+
+
+def test_where_no_handler_may_be_set_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the first thread of another interpreter."""
+    found = []
+    monkeypatch.setattr(threading, "main_thread", threading.current_thread)  # each is taken for it
+
+    def work() -> None:
+        with deferring_interrupts():
+            found.append("went on")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == ["went on"]
+
+
+def test_another_signal_s_handler_that_raises_leaves_the_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Just when the section has begun."""
+    set_handler = signal.signal
+
+    def set_and_raise(number: int, handler: Any) -> Any:
+        monkeypatch.setattr(signal, "signal", set_handler)
+        set_handler(number, handler)
+        raise TimeoutError
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(signal, "signal", set_and_raise)
+    with pytest.raises(TimeoutError), deferring_interrupts():
+        pytest.fail("was entered")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_further_interrupt_after_some_seconds_is_obeyed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive may hang, so that the section has no end. Launchers send two at once: that is one."""
+    done: list[str] = []
+
+    def work() -> None:
+        with deferring_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            done.append("section")
+            monkeypatch.setattr(interrupts, "_PATIENCE_S", 0.0)
+            time.sleep(0.01)
+            signal.raise_signal(signal.SIGINT)
+            done.append("goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["section"]
+
+
+@contextmanager
+def interrupt_at(number: int) -> Iterator[list[str]]:
+    """Ctrl-C at one of the points of entering and leaving a section at which Python looks for signals; gives which."""
+    num, found = 0, list[str]()
+
+    def look(frame: FrameType, event: str, arg: Any) -> None:
+        nonlocal num
+        if frame.f_code.co_filename in (interrupts.__file__, signal.__file__) and event in ("call", "c_return"):
+            num += 1
+            if num > number:
+                sys.setprofile(None)
+                found.append(f"{frame.f_code.co_qualname}:{frame.f_lineno} {event}")
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def test_at_each_point_the_section_is_whole_or_has_not_begun_and_the_interrupt_comes() -> None:
+    before, counts = signal.getsignal(signal.SIGINT), {(): 0, ("begun", "over"): 0}
+    for number in count():
+        done: list[str] = []
+        with interrupt_at(number) as where:
+            try:
+                with deferring_interrupts():
+                    done.append("begun")
+                    done.append("over")
+            except KeyboardInterrupt:
+                assert where
+            else:
+                assert not where, "was lost"
+        assert signal.getsignal(signal.SIGINT) is before, where
+        if not where:
+            break
+        counts[tuple(done)] += 1
+    assert min(counts.values()) > 5
+
+
+def test_an_interrupted_wait_leaves_the_latch_to_others() -> None:
+    latch = Latch()
+    with interrupt_after(0.05), pytest.raises(KeyboardInterrupt):
+        latch.wait()
+    assert not latch.wait_for(0.01)
+    latch.open()
+    latch.open()
+    for _ in range(2):
+        latch.wait()
+    assert latch.wait_for(0.0)
+
+
+def test_an_interrupted_wait_for_a_change_leaves_the_lock() -> None:
+    changes = Changes()
+    with interrupt_after(0.05), pytest.raises(KeyboardInterrupt):
+        changes.until(lambda: None)
+    found: list[int] = []
+    with changes.lock:
+        changes.tell()  # whoever has gone, too
+        found.append(1)
+    assert changes.until(lambda: found[0]) == 1
+
+
+def test_a_latch_that_was_waited_for_with_a_limit_can_be_waited_for_again() -> None:
+    latch = Latch()
+    assert not latch.wait_for(0.01)
+    threading.Timer(0.05, latch.open).start()
+    assert latch.wait_for(30)
+    waiter = threading.Thread(target=latch.wait, daemon=True)
+    waiter.start()
+    waiter.join(5)
+    assert not waiter.is_alive()
