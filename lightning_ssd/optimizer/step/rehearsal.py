@@ -24,6 +24,7 @@ from lightning_ssd.common.rng import RandomStates, default_sources, shared_sourc
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own, tensors_in
 from lightning_ssd.optimizer.step.copies import copied, same
+from lightning_ssd.optimizer.step.layout import is_bare
 from lightning_ssd.optimizer.step.master_weights import has_master
 from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
 from lightning_ssd.optimizer.step.types import CoupledError
@@ -201,13 +202,13 @@ class _Copy:
         idle = set(range(len(self.optimizer.param_groups)))
         for small, group in reversed(list(zip(self.small, self._groups, strict=True))):
             if small.grad is not None:
-                lent = [t for t in tensors_in(state.get(small, {})) if type(t) is torch.Tensor]
+                lent = [value for value in state.get(small, {}).values() if is_bare(value)]
                 [after] = self._stepper.run([small], [group], [state.get(small)], whole)
                 idle.discard(group)
                 if after is not None:
                     state[small] = {key: copied(value, {}) for key, value in after.items()}
                 for tensor in lent:
-                    tensor.detach().fill_(_OTHER)  # the memory has become that of other states
+                    tensor.fill_(_OTHER)  # the memory has become that of other states
         self._stepper.run_idle(idle, whole)
         whole.apply()
         state.update(whole.shared)
