@@ -431,6 +431,7 @@ UNTRIED: dict[str, tuple[type[Momentum], str]] = {
     "a lock": (_holding("Locked", threading.Lock), "cannot pickle"),
     "a queue": (_holding("Tells", queue.Queue), "cannot pickle"),
     "an error": (kind("Small", scale=_refuse_small), "ValueError: too small"),
+    "a model": (_holding("Looks", lambda: nn.Linear(2, 2)), "a module in its attribute 'held'"),
     "ids": (
         kind(
             "ById",
@@ -458,6 +459,20 @@ def test_the_user_s_word_is_taken_for_what_cannot_be_tried(name: str, spill_dir:
         for active in (None, [0, 2], None):
             pair.step(optimizer, active)
             pair.check(optimizer)
+
+
+@pytest.mark.parametrize(
+    "edit", [lambda p: p.add_(1), lambda p: p.detach().mul_(2), lambda p: p.grad.zero_(), lambda p: p.data.view(-1)[0]]
+)
+def test_a_rehearsal_does_not_reach_the_model(edit: Any, spill_dir: Path) -> None:
+    pair = Pair(lambda parameters: kind("Closed", begin=lambda self: edit(parameters[0]))(parameters), MANY)
+    pair.set_gradients()
+    before = [p.grad.clone() for p in pair.mine if p.grad is not None]
+    text = r"names Closed, .* touched a tensor of the model that it was not given, by aten"
+    with pytest.raises(ConfigError, match=text), wrapped(pair.inner, spill_dir):
+        pass
+    pair.check()
+    assert all(map(torch.equal, before, [p.grad for p in pair.mine]))  # type: ignore[arg-type]
 
 
 def test_a_rehearsal_warns_of_nothing(spill_dir: Path, caplog: Any) -> None:

@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_ssd.common.compiler import uncompiled
 from lightning_ssd.common.dtensor import has_shape, local_of
 from lightning_ssd.common.rng import RandomStates, default_sources, shared_sources
+from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own, tensors_in
 from lightning_ssd.optimizer.step.copies import copied, same
@@ -65,7 +68,9 @@ def rehearse(optimizer: Optimizer, *, master_weights: bool) -> str:
         with warnings.catch_warnings(), uncompiled():
             warnings.simplefilter("ignore")
             for has_closure in (False, True)[: 1 + takes_closure]:
-                found[has_closure] = _difference(*(_Copy(optimizer, master_weights, has_closure) for _ in range(2)))
+                copies = [_Copy(optimizer, master_weights, has_closure) for _ in range(2)]
+                with _Untouched(optimizer):
+                    found[has_closure] = _difference(*copies)
     except Exception as error:  # whatever the user's optimizer raises on copies
         _log.info(
             "%s cannot be tried on copies (%s: %s). Its states are offloaded on your word that it updates each "
@@ -115,6 +120,27 @@ def _difference(together: _Copy, apart: _Copy) -> str:
     return ""
 
 
+class _Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Ends what touches the model's own parameters or gradients, before it is executed."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._storages = {_storage(t) for p in parameters for t in (p, p.grad)} - {None}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and _storage(value) in self._storages:
+                raise CoupledError(f"its step touched a tensor of the model that it was not given, by {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor | None) -> int | None:
+    if tensor is None or not has_shape(tensor) or local_of(tensor).layout != torch.strided or not tensor.numel():
+        return None
+    return int(storage_of(local_of(tensor))._cdata)
+
+
 class _Copy:
     """A copy of an optimizer, with small random parameters that are the same in each copy."""
 
@@ -123,6 +149,9 @@ class _Copy:
         self.small: list[nn.Parameter] = []
         self._groups: list[int] = []
         self.has_closure, self.num_evaluated = has_closure, 0
+        for key, value in _attributes(optimizer).items():
+            if any(isinstance(leaf, nn.Module) for leaf in tree_leaves(value)):
+                raise TypeError(f"a module in its attribute {key!r}")  # a copy may be large, and its hooks are not one
         memo: dict[int, Any] = {id(optimizer): self.optimizer}
         originals, kinds = [], defaultdict[Any, list[nn.Parameter]](list)
         for number, group in enumerate(optimizer.param_groups):
