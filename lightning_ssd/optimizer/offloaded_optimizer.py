@@ -1,7 +1,7 @@
 """An optimizer whose states wait on SSDs: fetched, updated and flushed subgroup by subgroup, with the user's own step.
 
 Source: MLP-Offload (arXiv 2509.02480): subgroups, several paths by their rates, alternating order so that what is still
-in memory comes first. Beyond it: any optimizer that treats each parameter by itself, the very bits of it, last good
+in memory comes first. Beyond it: optimizers that treat each parameter by itself, the very bits of these, last good
 copies that survive failed writes, and snapshots that cost no memory.
 """
 
@@ -61,7 +61,7 @@ class OffloadedOptimizer(Optimizer):
     ones are written. Only parameters with gradients cost anything.
 
     Args:
-        optimizer: any that treats each parameter by itself. States that it has already are taken over.
+        optimizer: one that treats each parameter by itself. States that it has already are taken over.
         files: where to; closed by :meth:`close`.
         master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
         declared: names of classes of optimizers that the user promises to update each parameter by itself.

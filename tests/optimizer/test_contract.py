@@ -167,6 +167,15 @@ def test_a_declared_one_that_keeps_the_promise_is_exact(name: str, spill_dir: Pa
         assert optimizer.stats.num_subgroups > 5, "one call would be a plain step"
 
 
+def test_a_group_without_parameters_counts_its_steps_too(spill_dir: Path) -> None:
+    pair = Pair(lambda made: EXACT["counts in options"]([{"params": made}, {"params": []}]), MANY)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for active in (None, [1], []):
+            pair.step(optimizer, active)
+            pair.check(optimizer)
+        assert [group["count"] for group in optimizer.param_groups] == [3, 3]
+
+
 # -- programs that break the promise -----------------------------------------------------------------------------------
 
 
