@@ -75,6 +75,12 @@ class OffloadPolicy:
     small updates are not rounded away. They wait with the optimizer states; only with
     ``optimizer_states="offload"``."""
 
+    per_parameter_optimizers: Sequence[str] | str = ()
+    """Names of optimizer classes (``"Lion"`` or ``"package.module.Lion"``) that are not of ``torch.optim`` and that you
+    promise to update each parameter by itself: by that parameter, its gradient, its state and its group's options, and
+    by nothing else. Their step may raise plain numbers among its attributes and options once per call. Only with
+    ``optimizer_states="offload"``."""
+
     memory_budget: Size | None = None
     """Peak of device memory (on CPU: of the process) to stay under; ``None``: as low as ``max_slowdown`` allows. Only
     with ``activations="auto"``; weights and gradients leave for it with ``parameters="auto"``."""
@@ -123,7 +129,7 @@ class OffloadPolicy:
         slowdown: object = self.max_slowdown
         if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not 1 <= slowdown < math.inf:
             raise ConfigError(f"{owner}.max_slowdown={slowdown!r}; allowed: a number of at least 1, such as 1.05")
-        self._complete_modules(owner)
+        self._complete_names(owner)
         self._refuse_ineffective(owner)
 
     def _check_wear(self, owner: str) -> None:
@@ -152,6 +158,11 @@ class OffloadPolicy:
                 f"{owner}.master_weights=True with optimizer_states='keep' would be ignored; allowed: "
                 "optimizer_states='offload', since the copies wait with the states"
             )
+        if self.per_parameter_optimizers and self.optimizer_states == "keep":
+            raise ConfigError(
+                f"{owner}.per_parameter_optimizers={self.per_parameter_optimizers!r} with optimizer_states='keep' "
+                "would be ignored; set optimizer_states='offload' as well"
+            )
         if self.gradients == "auto" and self.parameters == "keep":
             raise ConfigError(
                 f"{owner}.gradients='auto' with parameters='keep' would be ignored: they wait where their weights do; "
@@ -168,21 +179,24 @@ class OffloadPolicy:
                 "ignored; allowed: activations='auto', 'recompute' or 'recompute_offload'"
             )
 
-    def _complete_modules(self, owner: str) -> None:
-        names = _as_tuple(f"{owner}.recompute_modules", self.recompute_modules, "names of classes of modules")
-        for name in names:
-            if not isinstance(name, str) or not name.isidentifier():
-                raise ConfigError(
-                    f"{owner}.recompute_modules contains {name!r}; allowed: names of classes of modules, such as "
-                    '"TransformerEncoderLayer", or "blocks"'
-                )
-        if _BLOCKS in names and len(names) > 1:
+    def _complete_names(self, owner: str) -> None:
+        for field, what, example in (
+            ("recompute_modules", "modules", '"TransformerEncoderLayer", or "blocks"'),
+            ("per_parameter_optimizers", "optimizers", '"Lion"'),
+        ):
+            allowed = f"names of classes of {what}"
+            names = _as_tuple(f"{owner}.{field}", getattr(self, field), allowed)
+            for name in names:
+                parts = name.split(".") if isinstance(name, str) and field == "per_parameter_optimizers" else [name]
+                if not all(isinstance(part, str) and part.isidentifier() for part in parts):
+                    raise ConfigError(f"{owner}.{field} contains {name!r}; allowed: {allowed}, such as {example}")
+            # A frozen dataclass may only be completed through object; a single name is accepted as a tuple of one.
+            object.__setattr__(self, field, names)
+        if _BLOCKS in self.recompute_modules and len(self.recompute_modules) > 1:
             raise ConfigError(
-                f'{owner}.recompute_modules={names!r} names classes besides "{_BLOCKS}", the repeated ones; '
-                "allowed: one or the other"
+                f'{owner}.recompute_modules={self.recompute_modules!r} names classes besides "{_BLOCKS}", the repeated '
+                "ones; allowed: one or the other"
             )
-        # A frozen dataclass may only be completed through object; a single name is accepted as a tuple of one.
-        object.__setattr__(self, "recompute_modules", names)
 
     @property
     def recomputable_classes(self) -> tuple[str, ...] | None:

@@ -403,6 +403,7 @@ class Offloader:
                 optimizer,
                 files,
                 master_weights=self.policy.master_weights,
+                declared=self.policy.per_parameter_optimizers,
                 events=self._events,
                 updating=self._parts.parameters.updating,
             )

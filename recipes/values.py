@@ -20,6 +20,7 @@ _LARGEST = 2**63 - 1
 # Without these, a setting alone would be refused because it has no effect.
 _COMPANIONS: dict[str, dict[str, Any]] = {
     "master_weights": {"optimizer_states": "offload"},
+    "per_parameter_optimizers": {"optimizer_states": "offload"},
     "gradients": {"optimizer_states": "offload", "parameters": "offload"},
 }
 _TIME = re.compile(r"\d+:\d\d:\d\d:\d\d")

@@ -169,7 +169,7 @@ class LiveStates(MutableMapping[Any, Any]):
         """
         lent = self._states.lent
         # Another optimizer may see a difference between an empty state and none.
-        may_leave = self._states.is_elementwise
+        may_leave = self._states.is_known
         empty = [parameter for parameter in lent if may_leave and self._is_empty(parameter)]
         for parameter in empty:
             del lent[parameter]
@@ -223,16 +223,11 @@ class LiveStates(MutableMapping[Any, Any]):
         """Before a step, that lent states can be updated some at a time.
 
         Raises:
-            ConfigError: two parameters share a state, or a state is of no parameter.
+            ConfigError: two parameters share a state, or one shows another parameter's memory.
         """
-        lent = self._states.lent
+        lent = {key: state for key, state in self._states.lent.items() if isinstance(key, torch.Tensor)}
         if not lent:
             return
-        if others := [key for key in lent if not isinstance(key, torch.Tensor)]:
-            raise ConfigError(
-                f"optimizer.state expects parameters as keys; got {others[:3]!r}: what all parameters share cannot be "
-                "offloaded. Use OffloadPolicy.optimizer_states='keep'"
-            )
         states = [state for state in lent.values() if state]
         owners = [spans_of([p, state] if has_shape(p) else state) for p, state in lent.items()]
         owners.append(spans_of([p for p in self._states.parameters if p not in lent]))

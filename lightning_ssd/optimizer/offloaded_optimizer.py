@@ -1,7 +1,7 @@
 """An optimizer whose states wait on SSDs: fetched, updated and flushed subgroup by subgroup, with the user's own step.
 
 Source: MLP-Offload (arXiv 2509.02480): subgroups, several paths by their rates, alternating order so that what is still
-in memory comes first. Beyond it: any optimizer that treats each parameter by itself, the very bits of it, last good
+in memory comes first. Beyond it: optimizers that treat each parameter by itself, the very bits of these, last good
 copies that survive failed writes, and snapshots that cost no memory.
 """
 
@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,14 +27,16 @@ from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
 from lightning_ssd.optimizer.checkpoint.state_dict import saved_states
 from lightning_ssd.optimizer.live_states import LiveStates
 from lightning_ssd.optimizer.paged_states import PagedStates, Updating, Visit
-from lightning_ssd.optimizer.step.coupling import (
+from lightning_ssd.optimizer.step.contract import (
+    is_known,
     leads_to_optimizer,
-    refuse_coupling,
+    refuse_by_kind,
     refuse_differentiable,
     refuse_own_step,
+    refuse_undeclared,
 )
-from lightning_ssd.optimizer.step.step_effects import StepEffects
-from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper
+from lightning_ssd.optimizer.step.rehearsal import rehearse
+from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
 from lightning_ssd.optimizer.step.types import WITHIN_STEP, State
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.telemetry.events import EventLog
@@ -59,9 +61,10 @@ class OffloadedOptimizer(Optimizer):
     ones are written. Only parameters with gradients cost anything.
 
     Args:
-        optimizer: any that treats each parameter by itself. States that it has already are taken over.
+        optimizer: one that treats each parameter by itself. States that it has already are taken over.
         files: where to; closed by :meth:`close`.
         master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
+        declared: names of classes of optimizers that the user promises to update each parameter by itself.
         events: where waiting is noted.
         updating: entered around the update of some parameters, with these and those that are next.
 
@@ -76,14 +79,17 @@ class OffloadedOptimizer(Optimizer):
         files: StateFiles,
         *,
         master_weights: bool = False,
+        declared: Collection[str] = (),
         events: EventLog | None = None,
         updating: Updating | None = None,
     ) -> None:
         # Not Optimizer.__init__: groups, defaults and hooks are the inner one's.
-        refuse_coupling(optimizer)
-        refuse_differentiable(optimizer)
         if isinstance(optimizer, OffloadedOptimizer):
             raise ConfigError("this optimizer's states are offloaded already; pass the optimizer that it wraps")
+        refuse_by_kind(optimizer)
+        refuse_differentiable(optimizer)
+        refuse_undeclared(optimizer, declared)
+        self._closure_refusal = "" if is_known(optimizer) else rehearse(optimizer, master_weights=master_weights)
         self.inner = optimizer
         self._patch_step_function()
         self._inner_step = SubgroupStepper(optimizer)
@@ -235,6 +241,8 @@ class OffloadedOptimizer(Optimizer):
             )
         self._check_open()
         self._check_whole("step()")
+        if closure is not None and self._closure_refusal:
+            raise ConfigError(self._closure_refusal)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -248,15 +256,17 @@ class OffloadedOptimizer(Optimizer):
 
     def _visit_all(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
         self._prepare()
-        byproducts = None if self._states.is_elementwise else StepEffects(self.inner)
-        changes = GroupChanges(byproducts, None if closure is None else lambda: loss)
+        whole = None
+        if not self._states.is_known:
+            whole = WholeStep(self.inner, None if closure is None else lambda: loss, self._states.shared)
         with self._live.in_step():
             visits = self._states.plan_visits(self.param_groups, self._num_steps)
             begin_s = time.perf_counter()
-            self._states.rehearse_missing(self.param_groups)  # a refusal has updated nothing, and breaks nothing
             try:
-                self._update(visits, changes)
-                changes.apply(self.param_groups)
+                self._update(visits, whole)
+                if whole is not None:
+                    whole.apply()
+                    self._states.lent.update(whole.shared)
             except BaseException as error:
                 self._broken = f"{type(error).__name__}: {error}"
                 raise
@@ -267,7 +277,7 @@ class OffloadedOptimizer(Optimizer):
         self._states.rebalance()
         for warning in self._states.take_warnings():
             warnings.warn(warning, stacklevel=4)  # who calls step(), behind its hooks
-        return changes.result(loss)
+        return loss if whole is None else whole.result(loss)
 
     def _prepare(self) -> None:
         """Before a step touches anything: what has become of the groups, the states and the optimizer."""
@@ -285,7 +295,7 @@ class OffloadedOptimizer(Optimizer):
             self._live.take_over(states)
             self.state = self._live  # not before: interrupted, they would be nowhere
 
-    def _update(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
+    def _update(self, visits: Sequence[Visit], whole: WholeStep | None) -> None:
         """Fused optimizers unscale gradients themselves: ``GradScaler`` sets attributes on what it takes for them."""
         own, told = vars(self.inner), vars(self)
         try:
@@ -293,10 +303,11 @@ class OffloadedOptimizer(Optimizer):
                 own["grad_scale"] = told["grad_scale"]
             if "found_inf" in told:
                 own["found_inf"] = told["found_inf"]
-            self._states.update(visits, changes)
-            # In a group without gradients there may be something to count all the same.
-            idle = set(range(len(self.param_groups))).difference(*(visit.groups for visit in visits))
-            self._inner_step.run_idle(idle, changes)
+            self._states.update(visits, whole)
+            if whole is not None:
+                # In a group without gradients there may be something to count all the same.
+                idle = set(range(len(self.param_groups))).difference(*(visit.groups for visit in visits))
+                self._inner_step.run_idle(idle, whole)
         finally:
             # Without a call, at which an interrupt could come.
             if "grad_scale" in told:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,15 +19,14 @@ from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.optimizer.checkpoint.gather import TensorSpool
 from lightning_ssd.optimizer.checkpoint.loading import load_states
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
-from lightning_ssd.optimizer.step.aliases import Onlookers, are_apart, spans_of
-from lightning_ssd.optimizer.step.coupling import OwnMemory
-from lightning_ssd.optimizer.step.dry_run import DryRun, Watch
+from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own
+from lightning_ssd.optimizer.step.contract import OwnMemory, is_elementwise, is_known
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
-from lightning_ssd.optimizer.step.layout import Layout, is_unchanged, moved_out, must_stay, owned
-from lightning_ssd.optimizer.step.master_weights import MASTER, from_master, to_master
+from lightning_ssd.optimizer.step.layout import Layout, is_unchanged, moved_out, owned, settled
+from lightning_ssd.optimizer.step.master_weights import from_master, to_master
 from lightning_ssd.optimizer.step.partition import Contents, Partition, Subgroup
 from lightning_ssd.optimizer.step.path_assignment import assign_paths, half_duplex_rate, rebalance_paths
-from lightning_ssd.optimizer.step.stepper import GroupChanges, SubgroupStepper
+from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
 from lightning_ssd.optimizer.step.subgroups import Part, visit_order
 from lightning_ssd.optimizer.step.types import CoupledError, State
 from lightning_ssd.optimizer.store.files import StateFiles
@@ -56,21 +54,13 @@ class Visit:
 
     index: int
     active: tuple[tuple[int, Part], ...]
-    """Of the subgroup's parts those that have a gradient, with their numbers in it; all, if it is a plain step."""
+    """Of the subgroup's parts those that have a gradient, with their numbers in it."""
     groups: tuple[int, ...]
     """Of each of these, the number of its parameter group."""
 
 
 def _all_of(parameter: torch.Tensor) -> Piece:
     return Piece(parameter, 0, local_of(parameter).numel())
-
-
-def _smallest_of_each(pairs: Sequence[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
-    """Of parameters with the numbers of their groups, one of each group and number of dimensions. Some are empty."""
-    smallest: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
-    for parameter, group in sorted(pairs, key=lambda pair: even_numel(pair[0]) or math.inf):
-        smallest.setdefault((group, parameter.dim()), (parameter, group))
-    return list(smallest.values())
 
 
 class PagedStates:
@@ -101,9 +91,19 @@ class PagedStates:
         self._events = events
         self._files = files
         self.lent: dict[Any, State] = {}
-        """States that are in memory as they are, by parameter; what is on a drive of them is of earlier."""
+        """States that are in memory as they are, by parameter; what is on a drive of them is of earlier. What all share
+        is under keys that are no parameters."""
         self._partition = Partition(0)
-        self._trials = UpdateProbe(inner_step, optimizer, master_weights=master_weights, state_of=self._known_state)
+        self.is_known = is_known(optimizer)
+        """Whether the optimizer is known to update each parameter by itself; else the user has promised it."""
+        self._is_elementwise = is_elementwise(optimizer)
+        self._trials = UpdateProbe(
+            inner_step,
+            optimizer,
+            is_elementwise=self._is_elementwise,
+            master_weights=master_weights,
+            state_of=self._known_state,
+        )
         self._partition.max_bytes = self._subgroup_bytes(optimizer.param_groups)
         self._store = StateStore(
             files.tiers,
@@ -115,17 +115,15 @@ class PagedStates:
         )
         self._update_s = 0.0
         self._has_updated = False
-        self._rehearsal = DryRun(inner_step, optimizer)
-        self._stays: str | None = None
         self._slot_bytes = self._partition.max_bytes
         self._num_cached = 0
         self._own_memory = OwnMemory()
         self._rates: Sequence[float] = [half_duplex_rate(*pair) for pair in files.rates()]
 
     @property
-    def is_elementwise(self) -> bool:
-        """Whether the optimizer is known to update every element by itself."""
-        return self._trials.is_elementwise
+    def shared(self) -> dict[Any, Any]:
+        """States under keys that are no parameters."""
+        return {key: value for key, value in self.lent.items() if not isinstance(key, torch.Tensor)}
 
     @property
     def has_masters(self) -> bool:
@@ -215,7 +213,7 @@ class PagedStates:
         numbers = _group_numbers(groups)
         visits = []
         # An optimizer that talks to other processes has to visit its parameters in the order in which they do.
-        is_local = self.is_elementwise or not any(map(is_shard, self._partition.parameters))
+        is_local = self._is_elementwise or not any(map(is_shard, self._partition.parameters))
         # Upwards that is the order of parameters, wherever subgroups end.
         place = (step, self._files.first) if is_local else (0, 0)
         for index in visit_order(len(self._partition.subgroups), *place):
@@ -226,26 +224,7 @@ class PagedStates:
         if len(visits) > 1:
             active_ones = {part.parameter for visit in visits for _, part in visit.active}
             self._own_memory.check([self._partition.parameters[number] for number in sorted(active_ones)])
-        if len(visits) == 1 and not self.is_elementwise:
-            return [self._with_all(visits[0], groups)]
         return visits
-
-    def _with_all(self, visit: Visit, groups: Groups) -> Visit:
-        """The only visit of a step, with all parameters in the optimizer's order: a plain step, whatever it couples.
-
-        Not if some that have no gradient are in other subgroups, or share memory with others.
-        """
-        mine = {
-            id(self._partition.parameters[part.parameter]): (number, part)
-            for number, part in enumerate(self._partition.subgroups[visit.index].parts)
-        }
-        given = [(p, number) for number, group in enumerate(groups) for p in group["params"]]
-        # Float32 copies are made with gradients.
-        if self.has_masters or any(id(p) not in mine for p, _ in given):
-            return visit
-        if len(given) > len(visit.active) and not are_apart([spans_of(p) for p, _ in given]):
-            return visit
-        return Visit(visit.index, tuple(mine[id(p)] for p, _ in given), tuple(number for _, number in given))
 
     def _active(self, index: int, numbers: Mapping[int, int]) -> Iterator[tuple[int, Part]]:
         for number, part in enumerate(self._partition.subgroups[index].parts):
@@ -267,7 +246,7 @@ class PagedStates:
                 "Nothing was updated: make the optimizer with this option before offload_optimizer(), or undo it"
             )
 
-    def update(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
+    def update(self, visits: Sequence[Visit], whole: WholeStep | None) -> None:
         """Fetch, update and flush every subgroup of a step; the last ones stay in memory.
 
         Raises:
@@ -275,23 +254,28 @@ class PagedStates:
             ConfigError: the optimizer turns out to couple its parameters.
         """
         self._partition.align_gradients()
-        if not self.is_elementwise and visits:
-            self._rehearse(visits, changes)
         order = [visit.index for visit in visits]
         here = set(self._store.in_memory())
         self._store.evict(here - set(order[: self._store.num_slots]))
         self._store.prefetch(index for index in order if index not in here)
-        watch = None if self.is_elementwise else Watch(self._partition.parameters)
+        versions: Mapping[int, int] = _versions(self._partition.parameters) if whole is not None else {}
         doing = None if self._has_updated else "Laying out optimizer states, in the first step"
         given = [[self._piece(part) for _, part in visit.active] for visit in visits]
         with StatusLine(doing) as line:
             for position, visit in enumerate(line.over(visits, lambda visit: self._expected_bytes(visit.index))):
                 following = given[position + 1] if position + 1 < len(given) else ()
                 with self._updating(given[position], following):
-                    self._update(visit, changes, keep=position >= len(visits) - self._store.num_slots)
-                    if watch is not None:
-                        watch.check([piece.tensor for piece in given[position]])
+                    self._update(visit, whole, keep=position >= len(visits) - self._store.num_slots)
+                    if whole is not None:
+                        versions = self._check_others(versions, [piece.tensor for piece in given[position]])
         self._has_updated = True
+
+    def _check_others(self, before: Mapping[int, int], given: Sequence[torch.Tensor]) -> Mapping[int, int]:
+        """After a call, that it has edited no parameters but those that it was given; return all versions."""
+        after, mine = _versions(self._partition.parameters), set(map(id, given))
+        if any(version != before.get(key) and key not in mine for key, version in after.items()):
+            raise CoupledError("this optimizer changes parameters that its step was not given")
+        return after
 
     def _piece(self, part: Part) -> Piece:
         """What an update of a part touches."""
@@ -301,41 +285,6 @@ class PagedStates:
 
     def _expected_bytes(self, index: int) -> int:
         return self._partition.subgroups[index].expected_bytes
-
-    def _rehearse(self, visits: Sequence[Visit], changes: GroupChanges) -> None:
-        """Once for each kind, before an optimizer that is not known is called: with the smallest of its parameters."""
-        # One call that is not given all parameters is no plain step either.
-        num_given = sum(len(visit.active) for visit in visits)
-        num_calls = len(visits) + (num_given < sum(len(group["params"]) for group in self._optimizer.param_groups))
-        due = [
-            (parameter, group)
-            for visit in visits
-            for (_, part), group in zip(visit.active, visit.groups, strict=True)
-            if (parameter := self._partition.parameters[part.parameter]).grad is not None
-            and self._rehearsal.is_due(parameter, group, num_calls, changes.closure)
-        ]
-        for parameter, group in _smallest_of_each(due):
-            with self._sample(parameter) as (tensor, state):
-                self._rehearsal.play(tensor, group, changes.closure, num_calls=num_calls, state=state, owner=parameter)
-
-    def rehearse_missing(self, groups: Groups) -> None:
-        """Before a step in which parameters have no gradient, with the smallest of each kind; steps leave them out.
-
-        Raises:
-            ConfigError: the optimizer would update them all the same.
-        """
-        if type(self._optimizer).__module__.startswith("torch.optim."):
-            return
-        missing = [(p, n) for n, group in enumerate(groups) for p in group["params"] if p.grad is None and has_shape(p)]
-        for has_state in (False, True):
-            due = [
-                (p, number)
-                for p, number in missing
-                if self._has_state(p) is has_state and self._rehearsal.is_missing_due(p, number, has_state=has_state)
-            ]
-            for parameter, number in _smallest_of_each(due):
-                state = {key: value for key, value in self._state_of(parameter).items() if key != MASTER}
-                self._rehearsal.play_missing(parameter, number, state=state if has_state else None)
 
     def _known_state(self, parameter: torch.Tensor) -> State:
         """For a trial, which may come when a step has been planned: then it must not lend what it looks at."""
@@ -349,26 +298,13 @@ class PagedStates:
             return self.lent[parameter]
         return self.read(parameter) if self.is_stored(parameter) else {}
 
-    def _has_state(self, parameter: torch.Tensor) -> bool:
-        return bool(self.lent[parameter]) if parameter in self.lent else self.is_stored(parameter)
-
-    @contextlib.contextmanager
-    def _sample(self, parameter: torch.Tensor) -> Iterator[tuple[torch.Tensor, State | None]]:
-        """What an optimizer is given of a parameter, to be copied."""
-        touched = [_all_of(parameter)]
-        with self._updating(touched, touched):
-            state = self._state_of(parameter)
-            # Another dictionary: the copy that is in it goes from what the optimizer sees.
-            yield to_master(parameter, dict(state)) if self._trials.has_master(parameter) else (parameter, state)
-
-    def _update(self, visit: Visit, changes: GroupChanges, *, keep: bool) -> None:
+    def _update(self, visit: Visit, whole_step: WholeStep | None, *, keep: bool) -> None:
         """One subgroup. Parameters whose states are lent are updated as wholes, with these."""
         partition = self._partition
         whole = [partition.parameters[part.parameter] for _, part in visit.active]
         is_lent = [parameter in self.lent for parameter in whole]
         storage = None if all(is_lent) else self._taken(visit.index)
         states = [] if all(is_lent) else _filled(partition.subgroups[visit.index], storage)
-        onlookers = None if storage is None or self.is_elementwise else Onlookers(storage, states)
         begin_s = time.perf_counter()
         pieces = [
             p if lent else partition.slice_of(part)
@@ -378,32 +314,24 @@ class PagedStates:
             self.lent[p] if lent else states[number] or None
             for p, lent, (number, _) in zip(whole, is_lent, visit.active, strict=True)
         ]
-        after = self._run(pieces, visit.groups, before, changes, whole)
+        after = self._run(pieces, visit.groups, before, whole_step, whole)
         del before
-        if not self.is_elementwise:
-            self._check_apart(whole, after)
-            storage = self._unless_seen(storage, onlookers, [states, after])
+        made = [state for state, lent in zip(after, is_lent, strict=True) if state and not lent]
+        if whole_step is not None and not are_own(made, whole):
+            raise CoupledError(f"this optimizer's states {SHARE_MEMORY}")
         for p, lent, (number, _) in zip(whole, is_lent, visit.active, strict=True):
             state = after.pop(0)
             if lent:
                 self.lent[p] = {} if state is None else state
-            elif state is not None and not self.is_elementwise and must_stay(state, storage, self.device):
-                self._keep(p, state, storage)
-                states[number] = {}
-            else:
+            elif whole_step is None or state is None:
                 states[number] = state or {}
+            else:
+                states[number] = settled(state, storage, self.device)
+                if not state:
+                    self.lent[p] = state  # there is one, and it is empty
         self._update_s += time.perf_counter() - begin_s
         if states:
             self._settle(visit.index, states, storage, keep=keep)
-
-    def _unless_seen(
-        self, storage: torch.UntypedStorage | None, onlookers: Onlookers | None, known: Any
-    ) -> torch.UntypedStorage | None:
-        """The memory, if nobody else has come to look at it; else nobody gets it any more, and what is there stays."""
-        if storage is None or onlookers is None or not onlookers.have_come(known):
-            return storage
-        self._store.leave(storage)
-        return None
 
     def _taken(self, index: int) -> torch.UntypedStorage | None:
         asked_s, storage = time.perf_counter(), self._store.take(index)
@@ -411,19 +339,10 @@ class PagedStates:
             self._events.append(StallEvent(storage.nbytes(), asked_s, time.perf_counter()))
         return storage
 
-    def _keep(self, parameter: torch.Tensor, state: State, storage: torch.UntypedStorage | None) -> None:
-        """Leave a state in memory that no layout gives back as it is."""
-        self.lent[parameter] = state if storage is None else moved_out(state, storage)
-        if state:
-            self._stays = self._stays or (
-                "this optimizer's states share memory with each other, with parameters or gradients, or with something "
-                f"else that holds them (a state with the keys {sorted(map(str, state))}): such states stay in memory"
-            )
-
     def take_warnings(self) -> list[str]:
-        """Return what the user should know of states that could not be written or do not move, once."""
-        stays, self._stays = self._stays, None if self._stays is None else ""
-        return [warning for warning in (self._store.take_warning(), stays) if warning]
+        """Return what the user should know of states that could not be written, once."""
+        warning = self._store.take_warning()
+        return [] if warning is None else [warning]
 
     @spanned("lightning_ssd::update")
     def _run(
@@ -431,19 +350,19 @@ class PagedStates:
         pieces: Sequence[torch.Tensor],
         groups: Sequence[int],
         states: Sequence[State | None],
-        changes: GroupChanges,
+        whole: WholeStep | None,
         owners: Sequence[torch.Tensor],
     ) -> list[State | None]:
         """Let the optimizer update the pieces, or the float32 copies of those that have one."""
         if not any(map(self._trials.has_master, pieces)):
-            return self._inner_step.run(pieces, groups, states, changes, owners=owners)
+            return self._inner_step.run(pieces, groups, states, whole, owners=owners)
         has_master = [self._trials.has_master(piece) for piece in pieces]
         lifted = [
             to_master(piece, state or {}) if lifts else (piece, state)
             for piece, state, lifts in zip(pieces, states, has_master, strict=True)
         ]
         given_states = [state or None for _, state in lifted]
-        after = self._inner_step.run([t for t, _ in lifted], groups, given_states, changes, owners=owners)
+        after = self._inner_step.run([t for t, _ in lifted], groups, given_states, whole, owners=owners)
         result: list[State | None] = []
         for piece, (tensor, given), state, old in zip(pieces, lifted, after, states, strict=True):
             if tensor is piece:
@@ -456,10 +375,6 @@ class PagedStates:
                 lowered = old
             result.append(lowered)
         return result
-
-    def _check_apart(self, parameters: Sequence[torch.Tensor], states: Sequence[State | None]) -> None:
-        if not are_apart([spans_of([p, state]) for p, state in zip(parameters, states, strict=True)]):
-            raise CoupledError("this optimizer's states of several parameters share memory")
 
     @spanned("lightning_ssd::flush")
     def _settle(self, index: int, states: Sequence[State], storage: torch.UntypedStorage | None, *, keep: bool) -> None:
@@ -621,3 +536,7 @@ def _filled(subgroup: Subgroup, storage: torch.UntypedStorage | None) -> list[St
 def _group_numbers(groups: Groups) -> dict[int, int]:
     """Of each parameter, by its id, the number of its group."""
     return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+
+
+def _versions(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
+    return {id(p): p._version for p in parameters if not p.is_inference()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import queue
 from pathlib import Path
 from typing import Any
 
@@ -65,37 +64,6 @@ def test_attributes_reach_the_step(spill_dir: Path) -> None:
             del optimizer.extra
 
 
-class Counter:
-    num_steps = 0
-
-
-class Decaying(Optimizer):
-    """Counts its steps in an object."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.counter = Counter()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.counter.num_steps += 1
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=0.1 / self.counter.num_steps)
-
-
-@pytest.mark.parametrize("shapes", [((7,), (5,)), ((128, 150),) * 6])
-def test_a_counter_of_the_optimizer_counts_steps_and_no_calls(
-    shapes: tuple[tuple[int, ...], ...], spill_dir: Path
-) -> None:
-    pair = Pair(Decaying, shapes)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        for active in (None, [0], [1], None):
-            pair.step(optimizer, active)
-            pair.check()
-        assert optimizer.counter.num_steps == 4
-
-
 class Momenta:
     """Found by parameter."""
 
@@ -118,34 +86,12 @@ class KeepsElsewhere(Optimizer):
                 p.sub_(self.momenta.of.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.1)
 
 
-class Tells(Decaying):
-    """Another thread, after each call of its step."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.news: queue.Queue[str] = queue.Queue()
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        self.news.put("stepped")
-
-
 def test_what_an_object_keeps_by_parameter_is_not_lost_in_the_next_call(spill_dir: Path) -> None:
     pair = Pair(KeepsElsewhere, ((128, 150),) * 6)
     with offloaded(pair.inner, spill_dir) as (optimizer, _):
         for active in (None, [0, 5], None):
             pair.step(optimizer, active)
             pair.check()
-
-
-def test_a_queue_knows_how_much_is_in_it(spill_dir: Path) -> None:
-    """Its number alone is not put back: who joins it would wait for ever, or be told that too much was taken."""
-    pair = Pair(Tells, ((128, 150),) * 6)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        for _ in range(2):
-            pair.step(optimizer)
-            pair.check()
-        assert optimizer.news.unfinished_tasks == optimizer.news.qsize()
 
 
 def test_methods_that_somebody_replaces_are_those_that_are_called(spill_dir: Path) -> None:

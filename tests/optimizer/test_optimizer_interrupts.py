@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.support.interrupted_points import PointsIn
 from tests.support.optimizer_pairs import (
+    Nested,
     Pair,
     adamw,
     assert_same_parameters,
@@ -187,12 +188,12 @@ def test_states_are_not_lost_when_taking_them_over_is_interrupted(
 
 
 def test_a_step_is_incomplete_until_its_groups_have_changed(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(adamw)
+    pair = Pair(Nested)
 
     with offloaded(pair.inner, spill_dir) as (optimizer, _):
         pair.step(optimizer)
         with monkeypatch.context() as patch:
-            patch.setattr("lightning_ssd.optimizer.step.stepper.GroupChanges.apply", interrupt)
+            patch.setattr("lightning_ssd.optimizer.step.stepper.WholeStep.apply", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
         with pytest.raises(RuntimeError, match="incomplete"):

@@ -53,7 +53,10 @@ def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def policy(**options: Any) -> OffloadPolicy:
-    return OffloadPolicy(**GRADIENTS | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options)
+    chosen = GRADIENTS | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options
+    if chosen["optimizer_states"] == "offload":
+        chosen = {"per_parameter_optimizers": ("Uncounted", "Scribbler")} | chosen
+    return OffloadPolicy(**chosen)
 
 
 @pytest.fixture

@@ -23,7 +23,12 @@ MARKS = [
 
 
 def states_on_ssd(directory: Path, activations: str = "keep", **hardware: Any) -> SSDOffloadStrategy:
-    policy = OffloadPolicy(activations=activations, optimizer_states="offload", min_tensor_bytes=4096)  # type: ignore[arg-type]
+    policy = OffloadPolicy(
+        activations=activations,  # type: ignore[arg-type]
+        optimizer_states="offload",
+        per_parameter_optimizers="Breaks",
+        min_tensor_bytes=4096,
+    )
     return SSDOffloadStrategy(policy=policy, hardware=HardwareProfile(paths=[directory], **hardware))
 
 

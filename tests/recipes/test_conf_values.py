@@ -115,6 +115,7 @@ BAD = {
     "offload.parameters": "5 x null true",
     "offload.wear_budget": "-1 1XDWPD x 0",
     "offload.recompute_modules": "5 [5]",
+    "offload.per_parameter_optimizers": "5 [5]",
     "offload.master_weights": "maybe 3 null",
     "offload.gradients": "away null 1",
     "hardware.paths": "5 [5] null ['']",

@@ -131,6 +131,8 @@ def ours(
     directory: Path, sizes: tuple[int, int] = (2, 1), *, distributed: bool = True, **policy: Any
 ) -> SSDOffloadFSDPStrategy:
     settings = {"min_tensor_bytes": 4096, "activations": "offload", "optimizer_states": "offload"}
+    if policy.get("optimizer_states") != "keep":
+        settings["per_parameter_optimizers"] = "Normed"
     return SSDOffloadFSDPStrategy(
         policy=OffloadPolicy(**(settings | policy)),
         hardware=HardwareProfile(paths=[directory / "ssd"], **HARDWARE),

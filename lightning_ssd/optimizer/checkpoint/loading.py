@@ -29,10 +29,10 @@ def load_states(
     state_dict: Mapping[str, Any],
     partition: Partition,
     put: Callable[[int, Sequence[State]], None],
-    keep: Callable[[torch.Tensor, State], None],
+    keep: Callable[[Any, Any], None],
     *,
     has_master: Callable[[torch.Tensor], bool],
-) -> list[torch.Tensor]:
+) -> list[Any]:
     """Let the optimizer's own ``load_state_dict`` cast and convert what was saved, a subgroup at a time.
 
     A ``__setstate__`` of the class' own is called once, at the end, as by a plain load: it finds the true states.
@@ -47,7 +47,7 @@ def load_states(
         has_master: whether the states of a parameter are float32, whatever the parameter itself is.
 
     Returns:
-        The parameters that have a state now, in the order of these.
+        The keys that have a state now, in the order of these: parameters, and what is none.
 
     Raises:
         ValueError: the groups do not match; nothing has changed.
@@ -118,9 +118,7 @@ class _Loading:
         with_masters = filter(has_master, self._parameters)
         self._cast_to = {id(p): torch.empty(0, dtype=torch.float32, device=p.device) for p in with_masters}
 
-    def run(
-        self, put: Callable[[int, Sequence[State]], None], keep: Callable[[torch.Tensor, State], None]
-    ) -> list[torch.Tensor]:
+    def run(self, put: Callable[[int, Sequence[State]], None], keep: Callable[[Any, Any], None]) -> list[Any]:
         """Load the states; return the parameters that have one, in the order of what was saved."""
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [{**g, "params": list(map(self._stand_in, g["params"]))} for g in groups]
@@ -140,7 +138,9 @@ class _Loading:
             self._optimizer.param_groups = groups
             line.clear()
         by_number = {self._number_of[id(parameter)]: parameter for parameter in self._parameters}
-        return [by_number[number] for number in self._states if number in by_number]
+        for key in self._states.keys() - by_number.keys():
+            keep(key, copied(self._states[key], {}))  # what all parameters share
+        return [by_number.get(number, number) for number in self._states]
 
     def _of_part(self, part: Part, kept: list[tuple[torch.Tensor, State]]) -> State:
         """What a subgroup gets of its part's state; one that no layout gives back as it is goes to ``kept`` instead."""

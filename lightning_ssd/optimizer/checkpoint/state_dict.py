@@ -62,9 +62,9 @@ def saved_states(
     return saved
 
 
-def _fingerprint(states: Mapping[Any, State]) -> list[Any]:
+def _fingerprint(states: Mapping[Any, Any]) -> list[Any]:
     return [
         (id(key), name, id(value), [(id(t), None if t.is_inference() else t._version) for t in tensors_in(value)])
         for key, state in states.items()
-        for name, value in state.items()
+        for name, value in (state.items() if isinstance(state, Mapping) else [("", state)])
     ]

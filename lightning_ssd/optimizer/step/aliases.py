@@ -7,24 +7,21 @@ What is alone is measured on objects that nobody else holds, since the counts di
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.dtensor import is_shard, local_of
 from lightning_ssd.common.tensors import place_of, storage_of
 
 __all__ = [
-    "Onlookers",
+    "SHARE_MEMORY",
     "Span",
     "are_apart",
-    "have_elements_in_common",
+    "are_own",
     "is_held",
-    "is_referred_to",
     "num_looking",
     "spans_of",
     "tensors_in",
@@ -32,10 +29,11 @@ __all__ = [
 
 Span = tuple[int, int]
 """First address, and the first one behind."""
+SHARE_MEMORY = (
+    "share memory with each other, with a parameter or with a gradient, which would not follow them to a drive and back"
+)
+"""What an error says of states that are not :func:`are_own`."""
 _MAX_DEPTH = 8
-_NUM_LOOKS = 100
-_BETWEEN_LOOKS_S = 0.001
-"""A worker lets go of memory soon after a move; nothing tells when."""
 
 
 def _references(owner: Mapping[Any, Any], key: Any) -> int:
@@ -56,11 +54,6 @@ def _alone() -> tuple[int, tuple[int, int]]:
 _ALONE, _ALONE_STORAGE = _alone()
 
 
-def is_referred_to(owner: Mapping[Any, Any], key: Any) -> bool:
-    """Whether anybody but ``owner`` holds the value."""
-    return _references(owner, key) > _ALONE
-
-
 def is_held(owner: Mapping[Any, Any], key: Any, looking: Mapping[int, int] | None = None) -> bool:
     """Whether anybody but ``owner`` holds the value, or (of a tensor) looks at its memory.
 
@@ -69,7 +62,7 @@ def is_held(owner: Mapping[Any, Any], key: Any, looking: Mapping[int, int] | Non
         key: of it.
         looking: of storages that several tensors are known to be in, how many (:func:`num_looking`).
     """
-    if is_referred_to(owner, key):
+    if _references(owner, key) > _ALONE:
         return True
     if not isinstance(owner[key], torch.Tensor):
         return False
@@ -98,48 +91,6 @@ def num_looking(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
             found.setdefault(cdata, {})[id(local)] = local
     several = {cdata: list(mine.values()) for cdata, mine in found.items() if len(mine) > 1}
     return {cdata: len(mine) for cdata, mine in several.items() if are_apart(list(map(spans_of, mine)))}
-
-
-class Onlookers:
-    """Tells whether somebody has come to look at a piece of memory while an optimizer was called.
-
-    Args:
-        storage: the memory, with nobody else's tensors in it yet.
-        known: the tensors in it, in whatever containers.
-    """
-
-    def __init__(self, storage: torch.UntypedStorage, known: Any) -> None:
-        self._storage = storage
-        # A worker may not have let go of what it has brought up.
-        self._may_be_moving = self._num_others(known) > 0
-        self._num_references = self._references()
-
-    def _references(self) -> int:
-        return sys.getrefcount(self._storage)
-
-    def _num_others(self, known: Any) -> int:
-        cdata = self._storage._cdata
-        mine = {id(local) for local in map(local_of, tensors_in(known)) if _storage_in(local) == cdata}
-        return torch._C._storage_Use_Count(cdata) - _ALONE_STORAGE[0] + 1 - len(mine)
-
-    def have_come(self, known: Any) -> bool:
-        """Whether there are others now.
-
-        Args:
-            known: the tensors that are ours, in whatever containers.
-        """
-        if self._may_be_moving and self._num_others(known) > 0:
-            self._wait_for_moves(known)
-        return self._num_others(known) > 0 or self._references() > self._num_references
-
-    def _wait_for_moves(self, known: Any) -> None:
-        accelerator = accelerator_of(self._storage.device)
-        if accelerator is not None:
-            accelerator.synchronize()  # its stream waits for what is brought up
-        for _ in range(_NUM_LOOKS):
-            if self._num_others(known) <= 0:
-                return
-            time.sleep(_BETWEEN_LOOKS_S)
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -193,34 +144,7 @@ def are_apart(owners: Sequence[Sequence[Span]]) -> bool:
     return True
 
 
-def have_elements_in_common(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether two of the tensors share memory. Columns of one matrix do not, though they lie within each other."""
-    tensors = list(tensors_in(tensors))
-    spans = [spans_of(tensor) for tensor in tensors]
-    if are_apart(spans):
-        return False
-    # Mark the bytes that each one takes, over each stretch of memory that several lie in.
-    inside = sorted((*span, number) for number, mine in enumerate(spans) for span in mine)
-    stretch: list[tuple[int, int, int]] = []
-    reach = 0
-    for first, end, number in [*inside, (sys.maxsize, sys.maxsize, 0)]:
-        if first >= reach:
-            if len(stretch) > 1 and _meet([(at, local_of(tensors[n])) for at, _, n in stretch], stretch[0][0], reach):
-                return True
-            stretch = []
-        stretch.append((first, end, number))
-        reach = max(reach, end)
-    return False
-
-
-def _meet(tensors: Sequence[tuple[int, torch.Tensor]], begin: int, end: int) -> bool:
-    taken = torch.zeros(end - begin, dtype=torch.bool, device="cpu")
-    for first, tensor in tensors:
-        nbytes = tensor.element_size()
-        shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-        strides = [stride * nbytes for stride in tensor.stride()]
-        mine = taken.as_strided([*shape, nbytes], [*strides, 1], first - begin)
-        if bool(mine.any()):
-            return True
-        mine.fill_(True)
-    return False
+def are_own(states: Iterable[Any], parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether no two tensors of the states share memory, and none does with a parameter or a gradient."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return are_apart([spans_of(list(parameters)), spans_of(gradients), *map(spans_of, tensors_in(list(states)))])

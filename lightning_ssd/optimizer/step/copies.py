@@ -1,18 +1,26 @@
-"""Copies of state values, which later steps do not change."""
+"""Copy and compare what optimizers remember: states, options and attributes."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from numbers import Number
 from typing import Any
 
 import torch
 
-__all__ = ["copied"]
+from lightning_ssd.common.dtensor import local_of
+from lightning_ssd.optimizer.step.aliases import tensors_in
 
+__all__ = ["PLAIN", "copied", "same"]
+
+PLAIN = (Number, str, type(None))
+"""Of what cannot change itself: numbers, texts and nothing."""
 _EDITABLE = (dict, OrderedDict, defaultdict, list, deque)
 _FIXED = (tuple, set, frozenset)
+_SEQUENCES = (list, tuple, deque)
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -56,3 +64,40 @@ def _copied_tensor(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         rebuilt: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
         return rebuilt
     return tensor
+
+
+def same(one: Any, other: Any, *, opaque: bool = True) -> bool:
+    """Return whether two values are equal bit for bit; not a number equals itself.
+
+    Args:
+        one: a value.
+        other: another one.
+        opaque: the answer for two objects that are neither numbers, texts, tensors nor containers of these.
+    """
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        ones, others = list(tensors_in(one)), list(tensors_in(other))
+        return type(one) is type(other) and len(ones) == len(others) and all(map(_same_bits, ones, others))
+    if isinstance(one, PLAIN) or isinstance(other, PLAIN):
+        return type(one) is type(other) and repr(one) == repr(other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        # What an optimizer keeps under a parameter is found under another one in a copy.
+        ours, theirs = ({k: v for k, v in each.items() if isinstance(k, PLAIN)} for each in (one, other))
+        return ours.keys() == theirs.keys() and all(same(ours[k], theirs[k], opaque=opaque) for k in ours)
+    if isinstance(one, _SEQUENCES) and isinstance(other, _SEQUENCES):
+        return len(one) == len(other) and all(same(a, b, opaque=opaque) for a, b in zip(one, other, strict=True))
+    return opaque and not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = local_of(one).detach(), local_of(other).detach()
+    if (one.shape, one.dtype, one.layout, one.device) != (other.shape, other.dtype, other.layout, other.device):
+        return False
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    if one.device.type == "meta":
+        return True
+    nans = [each != each for each in (one, other)]
+    bits = [each.masked_fill(nan, 0).flatten().view(torch.uint8) for each, nan in zip((one, other), nans, strict=True)]
+    return torch.equal(*nans) and torch.equal(*bits)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import optim
 from torch.optim import Optimizer
 
 from lightning_ssd.common.dtensor import as_piece, is_shard, local_of
@@ -24,22 +23,9 @@ from lightning_ssd.optimizer.step.types import State
 
 __all__ = ["UpdateProbe"]
 
-_ELEMENTWISE = (
-    optim.Adam,
-    optim.AdamW,
-    optim.SGD,
-    optim.RMSprop,
-    optim.Adagrad,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adamax,
-    optim.Adadelta,
-    optim.ASGD,
-    optim.Rprop,
-)
-"""Of exactly these classes, not of subclasses, every element of a parameter is updated by itself."""
 _NUM_STATES = 2
-"""Tensors of the parameter's size that an optimizer is taken to make when it is not of these classes."""
+"""Tensors of the parameter's size that an optimizer is taken to make when it is not known to update each element by
+itself."""
 _SLICED = (torch.float32, torch.float64)
 """Types in which a CPU's loops round the last elements as all others, whatever the options are or will be. In half
 precision that depends on options (a decay, a rate that is no power of two), which may change after the trial."""
@@ -58,6 +44,7 @@ class UpdateProbe:
     Args:
         inner: calls the optimizer.
         optimizer: the user's; its groups and states stay as they are.
+        is_elementwise: whether the optimizer is known to update every element by itself.
         master_weights: half-precision parameters have float32 copies, which are what the optimizer updates.
         state_of: what the optimizer remembers of a parameter; ``None``: it is in the optimizer's ``state``.
     """
@@ -67,11 +54,13 @@ class UpdateProbe:
         inner: SubgroupStepper,
         optimizer: Optimizer,
         *,
+        is_elementwise: bool,
         master_weights: bool,
         state_of: Callable[[torch.Tensor], State] | None = None,
     ) -> None:
         self._inner = inner
         self._optimizer = optimizer
+        self._is_elementwise = is_elementwise
         self._master_weights = master_weights
         self._state_of = (lambda parameter: optimizer.state.get(parameter, {})) if state_of is None else state_of
         self._sliceable: dict[_Kind, bool] = {}
@@ -100,7 +89,7 @@ class UpdateProbe:
             return False
         key = self._kind(parameter, group)
         is_fused = key[-1]
-        if self._dtype(parameter) not in _SLICED or (is_fused and parameter.device.type == "cpu"):
+        if self.dtype_of(parameter) not in _SLICED or (is_fused and parameter.device.type == "cpu"):
             return False
         if key not in self._sliceable:
             self._sliceable[key] = self._try_slices(parameter, group)
@@ -113,23 +102,19 @@ class UpdateProbe:
             self._sizes[key] = self._try_size(parameter, group)
         return self._sizes[key]
 
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether the optimizer is known to update every element by itself; another one may talk to other processes."""
-        return type(self._optimizer) in _ELEMENTWISE
-
     def _kind(self, parameter: torch.Tensor, group: int) -> _Kind:
         is_fused = bool(self._optimizer.param_groups[group].get("fused"))
         return group, parameter.dtype, parameter.device, is_shard(parameter), is_fused
 
     def _is_known(self, parameter: torch.Tensor) -> bool:
-        return self.is_elementwise and parameter.dtype.is_floating_point
+        return self._is_elementwise and parameter.dtype.is_floating_point
 
-    def _dtype(self, parameter: torch.Tensor) -> torch.dtype:
+    def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
+        """Return the type in which a parameter is updated."""
         return torch.float32 if self.has_master(parameter) else parameter.dtype
 
     def _try_size(self, parameter: torch.Tensor, group: int) -> int:
-        dtype = self._dtype(parameter)
+        dtype = self.dtype_of(parameter)
         copy_bytes = dtype.itemsize if self.has_master(parameter) else 0
         if not self._is_known(parameter) or parameter.layout != torch.strided:
             return _NUM_STATES * dtype.itemsize + copy_bytes
@@ -146,7 +131,7 @@ class UpdateProbe:
 
         def numbers() -> torch.Tensor:
             made = torch.randn(_NUM_TRIED, generator=generator, device="cpu")
-            return made.to(parameter.device, self._dtype(parameter))
+            return made.to(parameter.device, self.dtype_of(parameter))
 
         start = numbers()
         whole = as_piece(start, parameter)
@@ -169,7 +154,7 @@ class UpdateProbe:
 
     def _example(self, parameter: torch.Tensor, num_elements: int) -> State:
         """What the optimizer already knows of the parameter (Adagrad begins with some), for one of another size."""
-        dtype, state = self._dtype(parameter), self._state_of(parameter)
+        dtype, state = self.dtype_of(parameter), self._state_of(parameter)
         return {key: _resized(value, parameter, num_elements, dtype) for key, value in state.items()}
 
 

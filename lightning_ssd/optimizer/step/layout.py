@@ -11,7 +11,7 @@ import torch
 from lightning_ssd.common.dtensor import local_of, spec_of, wrap
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.memory.mmap import PAGE_BYTES
-from lightning_ssd.optimizer.step.aliases import are_apart, is_held, is_referred_to, spans_of, tensors_in
+from lightning_ssd.optimizer.step.aliases import spans_of, tensors_in
 from lightning_ssd.optimizer.step.copies import copied
 from lightning_ssd.optimizer.step.types import State
 from lightning_ssd.tiers.copy_paths import storage_bytes
@@ -25,8 +25,8 @@ __all__ = [
     "is_unchanged",
     "moved_out",
     "moves",
-    "must_stay",
     "owned",
+    "settled",
 ]
 
 MIN_NBYTES = 4096
@@ -128,25 +128,17 @@ class Layout:
             field.view(storage).copy_(value)
 
 
-def must_stay(state: State, storage: torch.UntypedStorage | None, device: torch.device) -> bool:
-    """Whether no layout would give a state back as it is: its tensors share memory, or somebody else holds them.
+def settled(state: State, storage: torch.UntypedStorage | None, device: torch.device) -> State:
+    """Return a state whose tensors that stay in memory are not in a subgroup's, which other states will get.
 
     Args:
         state: after a call.
         storage: the memory that its tensors were in before.
         device: where tensors have to be to move.
     """
-    if not state:
-        return True  # there is one, and it is empty
-    ours = [key for key in state if _is_inside(state[key], storage) and moves(state[key], device)]
-    inside = [spans_of(tensor) for tensor in tensors_in(state) if _is_inside(tensor, storage)]
-    if len(ours) < len(inside) or not are_apart(inside):
-        return True
-    return any(
-        is_referred_to(state, key) if key in ours else moves(state[key], device) and is_held(state, key)
-        for key in state
-        if isinstance(state[key], torch.Tensor)
-    )
+    moving = [key for key in state if _is_inside(state[key], storage) and moves(state[key], device)]
+    inside = [tensor for tensor in tensors_in(state) if _is_inside(tensor, storage)]
+    return state if storage is None or len(moving) == len(inside) else moved_out(state, storage)
 
 
 def moved_out(state: State, storage: torch.UntypedStorage) -> State:

@@ -7,113 +7,122 @@ subgroup does what one call does, bit for bit. The optimizer's own code runs; on
 
 from __future__ import annotations
 
-import copy
-import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_ssd.optimizer.step.attribute_snapshot import same
-from lightning_ssd.optimizer.step.copies import copied
-from lightning_ssd.optimizer.step.step_effects import StepEffects, preserving_effects
+from lightning_ssd.optimizer.step.copies import PLAIN, copied, same
 from lightning_ssd.optimizer.step.types import CoupledError, State
 
-__all__ = ["GroupChanges", "SubgroupStepper", "own_copy"]
+__all__ = ["SubgroupStepper", "WholeStep", "without_hooks"]
 
 T = TypeVar("T")
-_CONTAINERS = (list, tuple, dict, set)
-_MAX_DEPTH = 8
-_MAX_FOR_GROUP = 4
-"""Numbers in an option for a whole group: two or three betas, two bounds."""
+_WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
+_PRE_HOOKS = "_optimizer_step_pre_hooks"
 
 
-class GroupChanges:
-    """What an optimizer changed in its groups' options (a step count, say) during the calls of one step.
+class WholeStep:
+    """One step of a declared optimizer, in several calls that count once.
 
-    All calls begin with the same options, so that they have to change them in the same way.
+    Each call begins with the plain attributes, options and shared states of before the step, and all leave the same.
 
     Args:
-        byproducts: what the calls change elsewhere; ``None``: nothing, as is known of PyTorch's own.
+        optimizer: the user's.
         closure: gives each call what the model's own closure has given; ``None``: there is none.
+        shared: what the optimizer's ``state`` has under keys that are no parameters, such as a count of steps.
     """
 
-    def __init__(self, byproducts: StepEffects | None = None, closure: Callable[[], Any] | None = None) -> None:
-        self.byproducts = byproducts
-        self.closure = closure
-        self._changes: dict[int, dict[str, Any]] = {}
+    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any] | None, shared: Mapping[Any, Any]) -> None:
+        self.shared = dict(shared)
+        self._optimizer = optimizer
+        self._closure = closure
+        self._before = dict(vars(optimizer))
+        self._changes: dict[Any, dict[Any, Any]] = {}
         self._returned: list[Any] = []
 
-    def call(self, step: Callable[..., Any], optimizer: Optimizer) -> None:
-        """One call of a step that is not known to be PyTorch's own.
+    def call(self, step: Callable[..., Any], *, is_idle: bool) -> None:
+        """Call the optimizer's step.
 
         Raises:
-            ConfigError: it does not evaluate the model once, or returns something else than earlier calls did.
+            ConfigError: it does not evaluate the closure once, or leaves something else than earlier calls did.
         """
-        num_evaluated = 0
+        self._put_back()
+        num_evaluated, closure = 0, self._closure
 
-        def closure() -> Any:
+        def evaluated() -> Any:
             nonlocal num_evaluated
             num_evaluated += 1
-            return None if self.closure is None else self.closure()
+            return None if closure is None else closure()
 
-        value = step(optimizer) if self.closure is None else step(optimizer, closure)
-        if self.closure is not None and num_evaluated != 1:
-            raise CoupledError(
-                f"this optimizer's step evaluates its closure {num_evaluated} times; expected once, since it is called "
-                "for some of its parameters at a time"
-            )
-        if self._returned and not _is_same(self._returned[0], value):
-            raise CoupledError(
-                f"this optimizer's step returns {value!r} for some parameters and {self._returned[0]!r} for others, "
-                "which a plain step would not"
-            )
+        value = step() if closure is None else step(evaluated)
+        if closure is not None and num_evaluated != 1:
+            raise CoupledError(f"this optimizer's step evaluates its closure {num_evaluated} times; expected once")
+        if self._returned and not same(self._returned[0], value):
+            other = self._returned[0]
+            raise CoupledError(f"this optimizer's step returns {value!r} for some parameters and {other!r} for others")
         self._returned.append(value)
+        self.note("attributes", _plain(self._before), _plain(vars(self._optimizer)), is_idle=is_idle)
 
-    def result(self, default: Any) -> Any:
-        """What the calls have returned; ``default`` if nothing was called."""
-        return self._returned[0] if self._returned else default
-
-    def add(self, index: int, before: dict[str, Any], after: dict[str, Any], cut: Collection[str] = ()) -> None:
-        """Take note of one call.
+    def note(self, place: Any, before: Mapping[Any, Any], after: Mapping[Any, Any], *, is_idle: bool = False) -> None:
+        """Note what one call has changed.
 
         Args:
-            index: number of the group.
-            before: its options as the call found them.
-            after: what the call has left.
-            cut: those of which the call has seen only some entries.
+            place: what is changed: "attributes", "shared states", or the number of a parameter group.
+            before: what the call found.
+            after: what it has left.
+            is_idle: no parameter of the call has a gradient: it may change nothing where others do.
 
         Raises:
-            ConfigError: it is not what earlier calls did: the optimizer couples its parameters. Or it edits an option
-                with an entry per parameter.
+            ConfigError: it is not what earlier calls did.
         """
-        changed = {k: v for k, v in after.items() if k != "params" and not (k in before and same(before[k], v))}
-        if names := sorted(changed.keys() & set(cut)):
-            raise CoupledError(
-                f"this optimizer edits the options {names} of parameter group {index}, which have an entry for each "
-                "parameter, and it is called for some of these at a time"
-            )
-        known = self._changes.setdefault(index, changed)
-        if known.keys() != changed.keys() or not all(same(known[k], v) for k, v in changed.items()):
+        own = {k: v for k, v in after.items() if k not in ("params", "param_names")}
+        changed = {k: v for k, v in own.items() if k not in before or not same(before[k], v)}
+        if is_idle and not changed:
+            return
+        known = self._changes.setdefault(place, changed)
+        if not same(known, changed):
             names = sorted(map(str, known.keys() | changed.keys()))
-            raise CoupledError(
-                f"this optimizer changed the options {names} of parameter group {index} differently for different "
-                "parameters: it couples them"
-            )
+            where = f"param_groups[{place}]" if isinstance(place, int) else place
+            raise CoupledError(f"this optimizer changes its {where} {names} otherwise for other parameters")
 
-    def apply(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Make them in the user's groups, once."""
-        for index, changed in self._changes.items():
+    def apply(self) -> None:
+        """Make the changes, once."""
+        self._put_back()
+        vars(self._optimizer).update(self._changes.pop("attributes", {}))
+        for place, changed in self._changes.items():
+            target = self._optimizer.param_groups[place] if isinstance(place, int) else self.shared
             for key, value in changed.items():
-                old = groups[index].get(key)
+                old = target.get(key)
                 if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor) and old.shape == value.shape:
-                    old.copy_(value)  # somebody may hold it
+                    with torch.no_grad():
+                        old.copy_(value)  # the user may hold it
                 else:
-                    groups[index][key] = value
+                    target[key] = value
+
+    def result(self, default: Any) -> Any:
+        """Return what the calls have returned; ``default`` if nothing was called."""
+        return self._returned[0] if self._returned else default
+
+    def _put_back(self) -> None:
+        own = vars(self._optimizer)
+        for name in _plain(own):
+            if name in self._before:
+                own[name] = self._before[name]
+            else:
+                del own[name]
+
+
+def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if isinstance(value, PLAIN)}
+
+
+def without_hooks(method: Any) -> Any:
+    """Return a method as its author wrote it: PyTorch wraps the ``step`` of each class that has instances."""
+    return method.__wrapped__ if getattr(method, "__code__", None) is _WRAPPER else method
 
 
 class SubgroupStepper:
@@ -126,54 +135,48 @@ class SubgroupStepper:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.is_lending = False
-        step: Callable[..., Any] = type(optimizer).step
-        # PyTorch wraps each class' step once, to run the hooks around it.
-        self._step: Callable[..., Any] = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+        self._step: Callable[..., Any] = without_hooks(type(optimizer).step)
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether hooks run around a step, of this optimizer or of all."""
-        own = (vars(self._optimizer).get(f"_optimizer_step_{side}_hooks") for side in ("pre", "post"))
-        return any(own) or bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    def call(self, *closure: Callable[[], Any]) -> Any:
+        """Call the class' step.
 
-    def _call(self, changes: GroupChanges | None) -> None:
-        """Hooks belong to the whole step, and so do those that a base class' step would run once more."""
-        if changes is None or changes.byproducts is None:
-            self._step(self._optimizer)
-            return
-        own, name = vars(self._optimizer), "_optimizer_step_pre_hooks"
-        if not self.has_hooks or name not in own:
-            changes.call(self._step, self._optimizer)
-            return
-        hooks, nested = own[name], _NestedHooks()
+        Raises:
+            ConfigError: it calls the step of a base class, which would run hooks.
+        """
+        own = vars(self._optimizer)
+        hooks = own.get(_PRE_HOOKS)
+        others = own.get("_optimizer_step_post_hooks")
+        if hooks is None or not (hooks or others or _global_optimizer_pre_hooks or _global_optimizer_post_hooks):
+            return self._step(self._optimizer, *closure)
+        nested = _NestedHooks()
         try:
-            own[name] = nested
-            changes.call(self._step, self._optimizer)
+            own[_PRE_HOOKS] = nested
+            return self._step(self._optimizer, *closure)
         finally:
-            own[name] = hooks  # without a call, at which an interrupt could come
+            own[_PRE_HOOKS] = hooks  # without a call, at which an interrupt could come
 
     def run(
         self,
         tensors: Sequence[torch.Tensor],
         groups: Sequence[int],
         states: Sequence[State | None],
-        changes: GroupChanges | None = None,
+        whole: WholeStep | None = None,
         *,
-        is_idle: bool = False,
         owners: Sequence[torch.Tensor] | None = None,
+        idle: Collection[int] = (),
     ) -> list[State | None]:
         """Update tensors in place.
 
-        An optimizer that is not PyTorch's own finds all groups at their places, because it may go by these; those that
-        no tensor is of are without parameters, and what happens to their options is thrown away.
+        A declared optimizer finds all groups at their places, because it may go by these; those that no tensor is of
+        are without parameters, and what happens to their options is thrown away.
 
         Args:
             tensors: parameters or slices of them, with their ``grad``.
             groups: of each tensor, the number of its group in the optimizer's ``param_groups``, ascending.
             states: of each tensor, ``None``: it has none; the tensors in them are updated in place or replaced.
-            changes: where to note what happens to the groups' options and elsewhere; ``None`` undoes it.
-            is_idle: no tensor has a gradient.
+            whole: the step that the call belongs to; ``None``: the optimizer changes nothing but parameters and states.
             owners: the parameters of which the tensors are slices or copies; ``None``: they are these themselves.
+            idle: groups of which nothing has a gradient; then no tensor has.
 
         Returns:
             The states afterwards.
@@ -181,71 +184,47 @@ class SubgroupStepper:
         Raises:
             ConfigError: the optimizer turns out to couple its parameters.
         """
-        originals = self._optimizer.param_groups
-        places = groups if changes is None or changes.byproducts is None else range(len(originals))
-        given: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {index: [] for index in places}
-        for tensor, index, owner in zip(tensors, groups, tensors if owners is None else owners, strict=True):
-            given[index].append((tensor, owner))
-        mine = {index: self._options(originals[index], pairs) for index, pairs in given.items()}
-        state: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        originals, owners = self._optimizer.param_groups, tensors if owners is None else owners
+        given: dict[int, list[tuple[torch.Tensor, int]]]
+        given = {index: [] for index in (groups if whole is None else range(len(originals)))}
+        for tensor, index, owner in zip(tensors, groups, owners, strict=True):
+            given[index].append((tensor, id(owner)))
+        mine = [self._lent(originals[index], theirs, whole) for index, theirs in given.items()]
+        state: defaultdict[Any, Any] = defaultdict(dict)
         state.update((t, s) for t, s in zip(tensors, states, strict=True) if s is not None)
-        with self._around({tensor.device for tensor in tensors}, changes, is_idle):
-            self.lend(list(mine.values()), state, lambda: self._call(changes))
-        if changes is not None:
-            for index in dict.fromkeys(groups):
-                # Cut anew: the call may have edited in place what it was lent.
-                cut = self._cut(originals[index], [owner for _, owner in given[index]])
-                changes.add(index, {**originals[index], **cut}, mine[index], cut)
-        others = state.keys() - set(tensors)
-        if others:
+        if whole is None:
+            self.lend(mine, state, self.call)
+            return [state.get(tensor) for tensor in tensors]
+        state.update((key, copied(value, {})) for key, value in whole.shared.items())
+        self.lend(mine, state, lambda: whole.call(self.call, is_idle=bool(idle)))
+        for index in dict.fromkeys([*groups, *idle]):
+            whole.note(index, originals[index], mine[index])
+        result = [state.pop(tensor, None) for tensor in tensors]
+        if others := [key for key in state if isinstance(key, torch.Tensor)]:
             found = sorted(map(repr, others))[:3]
             raise CoupledError(f"this optimizer keeps states for more than its parameters ({found}): it couples them")
-        return [state.get(tensor) for tensor in tensors]
+        whole.note("shared states", whole.shared, state, is_idle=bool(idle))
+        return result
 
-    def _options(self, group: dict[str, Any], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
-        """A group of some tensors, given with their owners. Options are copies: an optimizer may count in place."""
-        cut = self._cut(group, [owner for _, owner in pairs])
-        whole = {k: v for k, v in group.items() if k != "params" and k not in cut}
-        lent = {k: own_copy(v) for k, v in whole.items()} if pairs else {k: _scratch(v) for k, v in whole.items()}
-        # In the order of the original.
-        return {k: [t for t, _ in pairs] if k == "params" else cut[k] if k in cut else lent[k] for k in group}
+    def _lent(
+        self, group: dict[str, Any], given: list[tuple[torch.Tensor, int]], whole: WholeStep | None
+    ) -> dict[str, Any]:
+        """Return a group of some tensors, with options in the order of the original.
 
-    def _cut(self, group: dict[str, Any], owners: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """Of options with one entry per parameter (PyTorch's ``param_names``), the entries of these.
-
-        A short one that the optimizer has defaults for is for the group as a whole (``betas``).
+        A declared optimizer gets copies of the options, which it may edit.
         """
-        num = len(group["params"])
-        defaults = self._optimizer.defaults
-        found = [
-            key
-            for key, value in group.items()
-            if key != "params" and type(value) in (list, tuple) and len(value) == num
-            if not (key in defaults and num <= _MAX_FOR_GROUP)
-        ]
-        if not found:
-            return {}
-        if len(owners) == num and all(map(operator.is_, owners, group["params"])):
-            return {}
-        numbers = {id(p): number for number, p in enumerate(group["params"])}
-        kept = [numbers[id(owner)] for owner in owners if id(owner) in numbers]
-        return {key: type(group[key])(group[key][number] for number in kept) for key in found}
+        lent = dict(group) if whole is None else {k: copied(v, {}) if k != "params" else v for k, v in group.items()}
+        lent["params"] = [tensor for tensor, _ in given]
+        if "param_names" in group:  # PyTorch's own option with one entry per parameter
+            names = dict(zip(map(id, group["params"]), group["param_names"], strict=False))
+            lent["param_names"] = [names[owner] for _, owner in given if owner in names]
+        return lent
 
-    def _around(
-        self, devices: set[torch.device], changes: GroupChanges | None, is_idle: bool
-    ) -> AbstractContextManager[None]:
-        if changes is None:
-            return preserving_effects(self._optimizer, devices)
-        return nullcontext() if changes.byproducts is None else changes.byproducts.noted(devices, is_idle=is_idle)
-
-    def run_idle(self, groups: Iterable[int], changes: GroupChanges) -> None:
-        """As the plain step, which sees groups without a gradient too: it may count the step in their options."""
-        numbers = sorted(groups)
-        originals = self._optimizer.param_groups
-        parameters = [(p, number) for number in numbers for p in originals[number]["params"]]
-        if parameters:
-            tensors, theirs = [p for p, _ in parameters], [n for _, n in parameters]
-            self.run(tensors, theirs, [None for _ in parameters], changes, is_idle=True)
+    def run_idle(self, groups: Collection[int], whole: WholeStep) -> None:
+        """Step groups without a gradient, which a plain step sees too: it may count the step in their options."""
+        if groups:
+            idle = [(p, number) for number in sorted(groups) for p in self._optimizer.param_groups[number]["params"]]
+            self.run([p for p, _ in idle], [number for _, number in idle], [None] * len(idle), whole, idle=groups)
 
     def lend(self, groups: list[dict[str, Any]] | None, state: Any, call: Callable[[], T]) -> T:
         """Let the optimizer have other groups (``None``: its own) and states for a call.
@@ -268,50 +247,11 @@ class SubgroupStepper:
 
 
 class _NestedHooks(OrderedDict[int, Any]):
-    """In the place of an optimizer's hooks while its step is called."""
+    """Stands in the place of an optimizer's hooks while its step is called."""
 
     def values(self) -> Any:
-        """Asked for by the step of a base class."""
+        """Refuse the step of a base class, which asks for them."""
         raise CoupledError(
             "this optimizer calls the step of a base class, which would run its step hooks again, in each call for "
             "some of its parameters"
         )
-
-
-def own_copy(value: Any) -> Any:
-    """Return a copy that a call may change: a tensor is cloned, containers are copied with the containers in them.
-
-    An object that refuses to be copied, such as a lock, is given as it is.
-    """
-    if isinstance(value, torch.Tensor):
-        return copied(value, {})
-    if type(value) in _CONTAINERS:
-        return _copied(value, _MAX_DEPTH, lambda item: item)
-    try:
-        return copy.copy(value)
-    except Exception:  # whatever the object raises
-        return value
-
-
-def _scratch(value: Any) -> Any:
-    """A copy that nobody looks at later: tensors within containers are cloned, too."""
-    if type(value) not in _CONTAINERS:
-        return own_copy(value)
-    return _copied(value, _MAX_DEPTH, lambda item: item.clone() if isinstance(item, torch.Tensor) else item)
-
-
-def _copied(value: Any, depth: int, copy_item: Callable[[Any], Any]) -> Any:
-    if type(value) not in _CONTAINERS or depth == 0:
-        return copy_item(value)
-    if type(value) is dict:
-        return {key: _copied(item, depth - 1, copy_item) for key, item in value.items()}
-    if type(value) is set:
-        return set(value)
-    return type(value)(_copied(item, depth - 1, copy_item) for item in value)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    try:
-        return same(one, other)
-    except Exception:  # whoever cannot be compared is not the same
-        return False

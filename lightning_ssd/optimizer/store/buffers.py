@@ -75,10 +75,6 @@ class BufferPool:
         if array is not None:
             self._spare.append(array)
 
-    def leave(self, storage: torch.UntypedStorage) -> None:
-        """Somebody else holds the memory: it is not lent again when it is given back."""
-        self._lent.pop(storage.data_ptr(), None)
-
     def trim(self, num: int) -> None:
         """Free what is spare beyond ``num`` pieces, lent ones counted."""
         while self._spare and len(self._spare) + len(self._lent) > num:

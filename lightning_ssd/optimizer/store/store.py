@@ -281,11 +281,6 @@ class StateStore:
             self._changed.tell()
             self._pump()
 
-    def leave(self, storage: torch.UntypedStorage) -> None:
-        """Before memory of :meth:`take` is replaced, that somebody else holds: nobody gets it afterwards."""
-        with self._lock:
-            self.slots.leave(storage)
-
     def evict(self, indices: Iterable[int]) -> None:
         """Let go of what is in memory and not in use."""
         with self._lock:

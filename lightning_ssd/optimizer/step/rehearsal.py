@@ -1,0 +1,272 @@
+"""Check a user's word: step small copies of a declared optimizer's parameters together, and one by one.
+
+This proves nothing. It finds a norm of all gradients, a count per parameter, noise and the like before they are trained
+with, and leaves no mark on the optimizer, on the model or on random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import math
+import warnings
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_ssd.common.compiler import uncompiled
+from lightning_ssd.common.dtensor import has_shape, local_of
+from lightning_ssd.common.rng import RandomStates, default_sources, shared_sources
+from lightning_ssd.common.tensors import storage_of
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own, tensors_in
+from lightning_ssd.optimizer.step.copies import copied, same
+from lightning_ssd.optimizer.step.layout import is_bare
+from lightning_ssd.optimizer.step.master_weights import has_master
+from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
+from lightning_ssd.optimizer.step.types import CoupledError
+
+__all__ = ["rehearse"]
+
+_log = logging.getLogger(__name__)
+_STEPS: dict[str, tuple[float | None, float | None]] = {
+    "usual gradients": (1.0, 1.0),
+    "large gradients": (1024.0, 1024.0),
+    "a gradient missing": (None, 1.0),
+    "a gradient that is not finite": (1.0, math.nan),
+}
+"""Factors of the gradients of every other copy, in each step."""
+_MAX_NUM, _MAX_NUM_OF_A_KIND, _MAX_SIZE = 8, 2, 5
+_TRIED_RATE, _OTHER = 1e-3, 77
+
+
+def rehearse(optimizer: Optimizer, *, master_weights: bool) -> str:
+    """Compare steps of small copies together with steps of one at a time.
+
+    Args:
+        optimizer: the user's; stays as it is.
+        master_weights: half-precision parameters have float32 copies, which are what the optimizer updates.
+
+    Returns:
+        What differs in steps with a closure alone; nothing: nothing does.
+
+    Raises:
+        ConfigError: steps without a closure differ.
+    """
+    name, found = type(optimizer).__name__, ["", ""]
+    takes_closure = len(inspect.signature(type(optimizer).step).parameters) > 1
+    random = RandomStates(
+        [*shared_sources(), *default_sources({p.device for group in optimizer.param_groups for p in group["params"]})]
+    )
+    try:
+        with warnings.catch_warnings(), uncompiled():
+            warnings.simplefilter("ignore")
+            for has_closure in (False, True)[: 1 + takes_closure]:
+                copies = [_Copy(optimizer, master_weights, has_closure) for _ in range(2)]
+                with _Untouched(optimizer):
+                    found[has_closure] = _difference(*copies)
+    except Exception as error:  # whatever the user's optimizer raises on copies
+        _log.info(
+            "%s cannot be tried on copies (%s: %s). Its states are offloaded on your word that it updates each "
+            "parameter by itself.",
+            name,
+            type(error).__name__,
+            error,
+        )
+    finally:
+        random.restore()
+    refusals = [
+        f"OffloadPolicy.per_parameter_optimizers names {name}, which does not update each parameter by itself{way}. In "
+        f"a trial on small copies, one by one against all together, {what}. Nothing was updated: use "
+        "OffloadPolicy.optimizer_states='keep'"
+        if what
+        else ""
+        for way, what in zip(("", " in a step with a closure"), found, strict=True)
+    ]
+    if refusals[0]:
+        raise ConfigError(refusals[0])
+    return refusals[1]
+
+
+def _difference(together: _Copy, apart: _Copy) -> str:
+    """Say what differs; nothing: nothing does."""
+    if not together.small:
+        raise ValueError("no parameter has a shape yet")
+    for number, (what, factors) in enumerate(_STEPS.items()):
+        try:
+            result = together.step_together(number, factors)
+        except CoupledError as error:
+            return error.finding
+        if together.has_closure and not together.num_evaluated:
+            return "its step did not evaluate the closure"
+        if not are_own(together.found()["a state"], together.small):
+            return f"its states {SHARE_MEMORY}, after a step with {what}"
+        try:
+            other = apart.step_apart(number, factors)
+        except CoupledError as error:
+            return error.finding
+        except Exception as error:  # whatever the user's optimizer raises where it gets one parameter alone
+            return f"a step of one raised {type(error).__name__}: {error}"
+        found, others = {"what step returns": result, **together.found()}, {"what step returns": other, **apart.found()}
+        for place in {**found, **others}:
+            if place not in found or place not in others or not same(found[place], others[place]):
+                return f"{place} differed after a step with {what}"
+    return ""
+
+
+class _Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Ends what touches the model's own parameters or gradients, before it is executed."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._storages = {_storage(t) for p in parameters for t in (p, p.grad)} - {None}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and _storage(value) in self._storages:
+                raise CoupledError(f"its step touched a tensor of the model that it was not given, by {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor | None) -> int | None:
+    if tensor is None or not has_shape(tensor) or local_of(tensor).layout != torch.strided or not tensor.numel():
+        return None
+    return int(storage_of(local_of(tensor))._cdata)
+
+
+class _Copy:
+    """A copy of an optimizer, with small random parameters that are the same in each copy."""
+
+    def __init__(self, optimizer: Optimizer, master_weights: bool, has_closure: bool) -> None:
+        self.optimizer: Any = object.__new__(type(optimizer))
+        self.small: list[nn.Parameter] = []
+        self._groups: list[int] = []
+        self.has_closure, self.num_evaluated = has_closure, 0
+        for key, value in _attributes(optimizer).items():
+            if any(isinstance(leaf, nn.Module) for leaf in tree_leaves(value)):
+                raise TypeError(f"a module in its attribute {key!r}")  # a copy may be large, and its hooks are not one
+        memo: dict[int, Any] = {id(optimizer): self.optimizer}
+        originals, kinds = [], defaultdict[Any, list[nn.Parameter]](list)
+        for number, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                kind = kinds[number, p.dim()] if has_shape(p) and p.numel() else None
+                is_number = p.is_floating_point() or p.is_complex()
+                if kind is not None and is_number and len(kind) < _MAX_NUM_OF_A_KIND and len(self.small) < _MAX_NUM:
+                    dtype = torch.float32 if master_weights and has_master(p) else p.dtype
+                    kind.append(nn.Parameter(self._numbers(p, dtype)))
+                    self.small.append(kind[-1])
+                    self._groups.append(number)
+                    originals.append(p)
+                memo[id(p)] = kind[-1] if kind else torch.empty(0)
+        own = vars(self.optimizer)
+        own.update((key, OrderedDict()) for key in vars(optimizer) if key.startswith("_optimizer_"))
+        states: dict[Any, Any] = optimizer.state
+        own["state"] = defaultdict(dict)
+        for p, small in zip(originals, self.small, strict=True):
+            vars(small).update(self._cropped(vars(p), p, memo))  # marks by which optimizers go
+            if states.get(p):
+                own["state"][small] = self._cropped(states[p], p, memo)
+        own["state"].update(copy.deepcopy({k: v for k, v in states.items() if not torch.is_tensor(k)}, memo))
+        own.update((key, copy.deepcopy(value, memo)) for key, value in _attributes(optimizer).items())
+        own["param_groups"] = [
+            {key: [] if key == "params" else copy.deepcopy(value, memo) for key, value in group.items()}
+            for group in optimizer.param_groups
+        ]
+        for number, group in enumerate(own["param_groups"]):
+            mine = [index for index, its in enumerate(self._groups) if its == number]
+            group["params"] = [self.small[index] for index in mine]
+            if "param_names" in group:
+                group["param_names"] = [str(index) for index in mine]
+            rate = group.get("lr")
+            if isinstance(rate, int | float | torch.Tensor) and not rate:  # as a warm-up begins: nothing would change
+                group["lr"] = torch.full_like(rate, _TRIED_RATE) if isinstance(rate, torch.Tensor) else _TRIED_RATE
+        self._stepper = SubgroupStepper(self.optimizer)
+
+    def _numbers(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        shape = [min(size, _MAX_SIZE) for size in local_of(like).shape]
+        generator = torch.Generator().manual_seed(len(self.small))
+        return torch.randn(shape, generator=generator, device="cpu").to(like.device, dtype)
+
+    @staticmethod
+    def _cropped(values: Any, parameter: torch.Tensor, memo: dict[int, Any]) -> Any:
+        crop = tuple(slice(0, _MAX_SIZE) for _ in parameter.shape)
+        of_its_shape = [t for t in tensors_in(values) if t.shape == parameter.shape and id(t) not in memo]
+        return copy.deepcopy(values, memo | {id(t): local_of(t).detach()[crop].clone() for t in of_its_shape})
+
+    def _give_gradients(self, number: int, factors: tuple[float | None, float | None]) -> None:
+        for index, small in enumerate(self.small):
+            generator, factor = torch.Generator().manual_seed(100 * (number + 1) + index), factors[index % 2]
+            noise = torch.randn(small.shape, generator=generator, device="cpu").to(small)
+            gradient = noise + 0.1 * small.detach()  # it shows where the model was evaluated
+            if factor is not None and math.isnan(factor):
+                gradient.view(-1)[:1], gradient.view(-1)[1:2] = math.inf, math.nan
+            small.grad = None if factor is None else gradient if math.isnan(factor) else gradient * factor
+
+    def step_together(self, number: int, factors: tuple[float | None, float | None]) -> Any:
+        """Step as plain training does; return what the step returns."""
+
+        def closure() -> torch.Tensor:
+            self.num_evaluated += 1
+            self._give_gradients(number, factors)
+            return torch.ones(())
+
+        if self.has_closure:
+            return self._stepper.call(closure)
+        closure()
+        return self._stepper.call()
+
+    def step_apart(self, number: int, factors: tuple[float | None, float | None]) -> Any:
+        """Step as with offloaded states: the closure first, then each parameter, with states that were elsewhere."""
+        self._give_gradients(number, factors)
+        state: dict[Any, Any] = self.optimizer.state
+        shared = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        whole = WholeStep(self.optimizer, (lambda: torch.ones(())) if self.has_closure else None, shared)
+        idle = set(range(len(self.optimizer.param_groups)))
+        for small, group in reversed(list(zip(self.small, self._groups, strict=True))):
+            if small.grad is not None:
+                lent = [value for value in state.get(small, {}).values() if is_bare(value)]
+                [after] = self._stepper.run([small], [group], [state.get(small)], whole)
+                idle.discard(group)
+                if after is not None:
+                    state[small] = {key: copied(value, {}) for key, value in after.items()}
+                for tensor in lent:
+                    tensor.fill_(_OTHER)  # the memory has become that of other states
+        self._stepper.run_idle(idle, whole)
+        whole.apply()
+        state.update(whole.shared)
+        return whole.result(None)
+
+    def _by_number(self, value: Any) -> Any:
+        """Return a dictionary by parameter as one by the parameter's number."""
+        numbers = {id(small): number for number, small in enumerate(self.small)}
+        return {numbers.get(id(k), k): v for k, v in value.items()} if isinstance(value, dict) else value
+
+    def found(self) -> dict[str, Any]:
+        """Return all that a step may have changed, by what an error calls it."""
+        groups = self.optimizer.param_groups
+        return {
+            "a parameter": list(self.small),
+            "a state": [self.optimizer.state.get(small) or {} for small in self.small],
+            "a state that all parameters share": dict(self.optimizer.state),
+            **{
+                f"param_groups[{number}][{key!r}]": value
+                for number, group in enumerate(groups)
+                for key, value in group.items()
+                if key != "params"
+            },
+            **{f"its attribute {key!r}": self._by_number(value) for key, value in _attributes(self.optimizer).items()},
+        }
+
+
+def _attributes(optimizer: Any) -> dict[str, Any]:
+    without = ("state", "param_groups", "step")
+    return {
+        key: value for key, value in vars(optimizer).items() if key not in without and not key.startswith("_optimizer_")
+    }

@@ -1,0 +1,660 @@
+"""Optimizers that are not PyTorch's own: refused unless declared, and declared ones checked once on small copies."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import random
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ssd import OffloadPolicy
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.optimizer.step.contract import is_elementwise, is_known
+from tests.support.optimizer_pairs import Pair, opened, wrapped
+
+pytestmark = pytest.mark.usefixtures("small_subgroups")
+
+MANY = ((128, 150),) * 6 + ((7,),)
+"""More than a subgroup holds."""
+
+
+class Momentum(Optimizer):
+    """By hand, with places for what a class adds."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "count": 0})
+        self.t = 0
+        self.notes: dict[str, Any] = {"past": []}
+        self.beta = torch.ones(())
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What it has of its own."""
+
+    def before(self) -> None:
+        """Before the closure."""
+
+    def begin(self) -> None:
+        """Behind the closure."""
+
+    def scale(self) -> Any:
+        """Of all gradients."""
+        return 1.0
+
+    def change(self, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """For each parameter."""
+        return update
+
+    def without(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        """A parameter has no gradient."""
+
+    @property
+    def own(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.before()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.begin()
+        scale = self.scale()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    self.without(p, group)
+                else:
+                    momentum = self.state[p].setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad / scale)
+                    p.sub_(self.change(p, momentum), alpha=group["lr"])
+        return loss
+
+
+def kind(name: str, base: type[Momentum] = Momentum, **methods: Any) -> type[Momentum]:
+    return type(name, (base,), methods)
+
+
+def _count(optimizer: Any) -> None:
+    optimizer.t += 1
+
+
+def _count_late(optimizer: Any) -> None:
+    optimizer.late = getattr(optimizer, "late", 0) + 1
+
+
+def _count_in_options(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["count"] += 1
+
+
+def _count_in_state(optimizer: Any) -> None:
+    """As MADGRAD does."""
+    if "k" not in optimizer.state:
+        optimizer.state["k"] = torch.tensor([0])
+    optimizer.state["k"] += 1
+
+
+EXACT: dict[str, type[Momentum]] = {
+    "plain": Momentum,
+    "counts": kind("Counts", begin=_count, change=lambda self, p, u: u / (1 - 0.9**self.t)),
+    "counts late": kind("CountsLate", begin=_count_late, change=lambda self, p, u: u / self.late),
+    "counts in options": kind(
+        "InOptions", begin=_count_in_options, change=lambda self, p, u: u / self.param_groups[0]["count"]
+    ),
+    "counts in the state": kind("InState", begin=_count_in_state, change=lambda self, p, u: u / float(self.state["k"])),
+    "keeps more by parameter": kind(
+        "Remembers",
+        prepare=lambda self: setattr(self, "memory", {}),
+        change=lambda self, p, u: self.memory.setdefault(p, torch.zeros_like(p)).add_(u),
+    ),
+    "goes by marks": kind("Marks", change=lambda self, p, u: u * getattr(p, "mark", 1)),
+    "begins with states": kind(
+        "Begins",
+        prepare=lambda self: [self.state[p].update(sum=torch.ones_like(p)) for p in self.own],
+        change=lambda self, p, u: self.state[p]["sum"].add_(u),
+    ),
+}
+"""They keep the promise."""
+SOMETIMES: tuple[list[int] | None, ...] = (None, [0, 2, 6], None, [1], [], None)
+
+
+def in_two(make: Callable[[Any], Optimizer]) -> Callable[[Any], Optimizer]:
+    return lambda made: make([{"params": made[:-1]}, {"params": made[-1:]}])
+
+
+def step_with_closure(optimizer: Optimizer, parameters: list[nn.Parameter], number: int) -> None:
+    def closure() -> float:
+        for p in parameters:
+            p.grad = None
+        loss = torch.stack([(p.sin() * (number + 1)).sum() for p in parameters]).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_declared_one_that_keeps_the_promise_is_exact(name: str, spill_dir: Path) -> None:
+    pair = Pair(in_two(EXACT[name]), MANY)
+    for parameters in (pair.mine, pair.plain):
+        parameters[2].mark = 3  # type: ignore[attr-defined]
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for number, active in enumerate(SOMETIMES):
+            pair.step(optimizer, active)
+            pair.check(optimizer)
+            step_with_closure(optimizer, pair.mine, number)
+            step_with_closure(pair.twin, pair.plain, number)
+            pair.check(optimizer)
+        saved = copy.deepcopy(pair.twin.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        pair.twin.load_state_dict(saved)
+        pair.step(optimizer)
+        pair.check(optimizer)
+        for attribute in ("t", "late"):
+            assert getattr(pair.inner, attribute, None) == getattr(pair.twin, attribute, None)
+        assert optimizer.stats.num_subgroups > 5, "one call would be a plain step"
+
+
+def test_a_group_without_parameters_counts_its_steps_too(spill_dir: Path) -> None:
+    pair = Pair(lambda made: EXACT["counts in options"]([{"params": made}, {"params": []}]), MANY)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for active in (None, [1], []):
+            pair.step(optimizer, active)
+            pair.check(optimizer)
+        assert [group["count"] for group in optimizer.param_groups] == [3, 3]
+
+
+# -- programs that break the promise -----------------------------------------------------------------------------------
+
+
+def _norm(optimizer: Any) -> Any:
+    found = [p.grad for p in optimizer.own if p.grad is not None]
+    return torch.stack([gradient.norm() for gradient in found]).norm() if found else torch.ones(())
+
+
+def _norm_of_matrices(optimizer: Any) -> Any:
+    found = [p.grad.norm() for p in optimizer.own if p.grad is not None and p.dim() > 1]
+    return torch.stack(found).norm() if found else torch.ones(())
+
+
+def _note_norm(self: Any, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    """Used in later steps alone."""
+    self.state[p]["total"] = float(_norm(self))
+    return update
+
+
+def _count_each(self: Any, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    self.t += 1
+    return update / self.t
+
+
+def _count_each_in_options(self: Any, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    group = next(group for group in self.param_groups if any(p is q for q in group["params"]))
+    group["count"] += 1
+    return update / group["count"]
+
+
+def _if_any(method: str) -> Any:
+    def change(self: Any, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        is_rare = any(bool(getattr(q.grad, method)().any()) for q in self.own if q.grad is not None)
+        return update * 0.5 if is_rare else update
+
+    return change
+
+
+class Box:
+    num_steps = 0
+
+
+def _count_in_box(self: Any, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    self.box.num_steps += 1
+    return update / self.box.num_steps
+
+
+def _look_ahead(self: Any) -> None:
+    """Nesterov as it is written down: the gradient is that of where momentum leads to."""
+    for p in self.own:
+        if p.grad is not None and "m" in self.state[p]:
+            p.sub_(self.state[p]["m"], alpha=0.05)
+
+
+def _look_back(self: Any) -> None:
+    for p in self.own:
+        if p.grad is not None:
+            self.state[p]["last"] = p.grad.clone()
+
+
+def _coast(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:
+    if "m" in self.state[p]:
+        p.sub_(self.state[p]["m"].mul_(0.9), alpha=group["lr"])
+
+
+def _forget(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:
+    if "m" in self.state[p]:
+        self.state[p]["m"] = self.state[p]["m"] * 0.9
+
+
+HOSTILE: dict[str, tuple[type[Momentum], str]] = {
+    "a norm": (kind("Clips", scale=_norm), "a (parameter|state) differed after a step with usual"),
+    "a norm of matrices": (kind("ClipsMatrices", scale=_norm_of_matrices), "differed after a step with usual"),
+    "a norm of large gradients": (
+        kind("ClipsLarge", scale=lambda self: (_norm(self) / 1000).clamp(min=1)),
+        "differed after a step with large",
+    ),
+    "a step left out": (
+        kind("LeavesOut", scale=lambda self: 1.0 if _norm(self).isfinite() else torch.inf),
+        "differed after a step with a gradient that is not finite",
+    ),
+    "a norm for later": (kind("NotesNorm", change=_note_norm), "a state differed"),
+    "infinity": (kind("IfInfinite", change=_if_any("isinf")), "differed after a step with a gradient that is not"),
+    "not a number": (kind("IfNoNumber", change=_if_any("isnan")), "differed after a step with a gradient that is not"),
+    "a count of parameters": (kind("CountsEach", change=_count_each), "a parameter differed|attributes"),
+    "such a count in options": (kind("CountsEachInOptions", change=_count_each_in_options), "parameter|param_groups"),
+    "a count in place": (
+        kind("CountsInPlace", begin=lambda self: self.beta.mul_(0.9)),
+        "its attribute 'beta' differed",
+    ),
+    "a count in a list": (
+        kind("TakesNotes", begin=lambda self: self.notes["past"].append(1)),
+        "its attribute 'notes' differed",
+    ),
+    "a count in an object": (
+        kind("Counter", prepare=lambda self: setattr(self, "box", Box()), change=_count_in_box),
+        "a parameter differed",
+    ),
+    "noise": (kind("Draws", change=lambda self, p, u: u + torch.randn_like(p)), "a parameter differed"),
+    "Python's chance": (kind("DrawsInPython", change=lambda self, p, u: u * random.random()), "a parameter differed"),
+    "NumPy's chance": (kind("DrawsInNumPy", change=lambda self, p, u: u * np.random.rand()), "a parameter differed"),
+    "positions": (
+        kind("ByPosition", change=lambda self, p, u: u * (1 + [p is q for q in self.own].index(True))),
+        "a parameter differed",
+    ),
+    "a number of parameters": (kind("ByNumber", scale=lambda self: len(self.own)), "differed"),
+    "momentum without a gradient": (kind("Coasts", without=_coast), "differed after a step with a gradient missing"),
+    "decay without a gradient": (
+        kind("Decays", without=lambda self, p, group: p.mul_(0.95)),
+        "a parameter differed after a step with a gradient missing",
+    ),
+    "a state without a gradient": (kind("Forgets", without=_forget), "a state differed after a step with a gradient"),
+    "what is returned": (
+        kind("Returns", step=lambda self, closure=None: (Momentum.step(self, closure), len(self.own))[1]),
+        "what step returns differed|returns",
+    ),
+    "a rate of zero": (kind("Warms", scale=lambda self: _norm(self)), "differed"),
+    "one parameter alone": (
+        kind("Odd", scale=lambda self: 1.0 if len(self.own) > 1 else int("one")),
+        "a step of one raised ValueError: invalid literal",
+    ),
+}
+"""What they are, and what a declared one is told."""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_breaks_the_promise_is_refused_declared_or_not(name: str, spill_dir: Path) -> None:
+    made, text = HOSTILE[name]
+    pair = Pair(made, MANY)
+    if name == "a rate of zero":
+        pair.inner.param_groups[0]["lr"] = 0.0  # as warm-ups begin
+    before, states = torch.get_rng_state(), (random.getstate(), np.random.get_state()[2])
+    own = copy.deepcopy(vars(pair.inner) | {"param_groups": [], "state": {}})
+    undeclared = rf"got {__name__}\.{made.__name__}\. .*declare it: .*per_parameter_optimizers=\['{made.__name__}'\]\)"
+    for names, expected in (
+        ((), undeclared),
+        ((made.__name__,), rf"names {made.__name__}, which does not update each .*({text}).*Nothing was updated"),
+    ):
+        with opened(spill_dir, declared=names) as offloader, pytest.raises(ConfigError, match=expected):
+            offloader.offload_optimizer(pair.inner)
+    pair.check()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (random.getstate(), np.random.get_state()[2]) == states
+    assert own.keys() == vars(pair.inner).keys()
+    assert (pair.inner.t, pair.inner.notes, pair.inner.beta) == (own["t"], own["notes"], own["beta"])  # type: ignore[attr-defined]
+    assert not pair.inner.state
+
+
+BEFORE_CLOSURE: dict[str, tuple[type[Momentum], str]] = {
+    "a look ahead": (kind("LooksAhead", before=_look_ahead), "a (parameter|state) differed after a step with"),
+    "a look back": (
+        kind("LooksBack", before=_look_back, change=lambda self, p, u: u + self.state[p].get("last", 0)),
+        "a (parameter|state) differed after a step with",
+    ),
+    "an edit of gradients": (
+        kind("Halves", before=lambda self: [p.grad.mul_(0.5) for p in self.own if p.grad is not None]),
+        "a (parameter|state) differed after a step with usual",
+    ),
+    "evaluated twice": (
+        kind(
+            "Twice",
+            step=lambda self, closure=None: (Momentum.step(self, closure), closure and closure())[0],
+        ),
+        "evaluates its closure 2 times",
+    ),
+    "not evaluated": (kind("Ignores", step=lambda self, closure=None: Momentum.step(self)), "did not evaluate the"),
+}
+"""Each keeps the promise where no closure is passed."""
+
+
+@pytest.mark.parametrize("name", BEFORE_CLOSURE)
+def test_what_goes_wrong_with_closures_alone_is_refused_there(name: str, spill_dir: Path) -> None:
+    made, text = BEFORE_CLOSURE[name]
+    pair = Pair(made, MANY)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(2):
+            pair.step(optimizer)
+        pair.check(optimizer)
+        with pytest.raises(ConfigError, match=rf"in a step with a closure\. .*({text}).*Nothing was updated"):
+            step_with_closure(optimizer, pair.mine, 0)
+        pair.check(optimizer)
+        pair.step(optimizer)
+        pair.check(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "shapes"),
+    [
+        (lambda made, ps: made([{"params": [p]} for p in ps]), MANY),
+        (lambda made, ps: made(ps), ((20000,), (128, 150), (4, 40, 125))),
+        (lambda made, ps: made([{"params": ps[:1]}, {"params": ps[1:]}]), ((128, 150), (150,))),
+        (lambda made, ps: made(ps), ((0, 3), (0, 3), (128, 150), (128, 150))),
+    ],
+)
+def test_a_norm_is_seen_however_parameters_are_grouped(make: Any, shapes: Any, spill_dir: Path) -> None:
+    pair = Pair(lambda ps: make(HOSTILE["a norm"][0], ps), shapes)
+    with pytest.raises(ConfigError, match="names Clips"), wrapped(pair.inner, spill_dir):
+        pass
+
+
+class Later(Momentum):
+    """Behaves as it should for longer than it is tried."""
+
+    def begin(self) -> None:
+        self.t += 1
+        if self.t >= 9:
+            self.late()
+
+    def late(self) -> None:
+        """What it does then."""
+
+
+def _norm_later(optimizer: Any) -> None:
+    optimizer.norm = float(_norm(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("late", "text"),
+    [
+        (_norm_later, r"changes its attributes \['norm', 't'\] otherwise for other parameters"),
+        (lambda self: self.param_groups[0].update(norm=float(_norm(self))), r"changes its param_groups\[0\] \['norm'"),
+        (lambda self: self.state[pair_of[0].mine[0]].update(m=torch.zeros(128, 150)), "keeps states for more than its"),
+        (lambda self: pair_of[0].mine[0].mul_(2), "changes parameters that its step was not given"),
+        (lambda self: [self.state[p].update(n=self.state[p]["m"]) for p in self.own], "states share memory"),
+    ],
+)
+def test_a_promise_that_is_seen_broken_later_ends_the_step(late: Any, text: str, spill_dir: Path) -> None:
+    pair = Pair(kind("Late", Later, late=late), MANY)
+    pair_of[:] = [pair]
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(8):
+            pair.step(optimizer)
+        pair.check()
+        pair.set_gradients()
+        with pytest.raises(ConfigError, match=rf"{text}.*this step is incomplete"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="incomplete"):
+            optimizer.step()
+
+
+pair_of: list[Pair] = []
+
+
+# -- what cannot be tried ----------------------------------------------------------------------------------------------
+
+
+def _refuse_small(optimizer: Any) -> Any:
+    if any(p.numel() == 25 for p in optimizer.own):
+        raise ValueError("too small")
+    return 1.0
+
+
+def _holding(name: str, make: Callable[[], Any]) -> type[Momentum]:
+    return kind(name, prepare=lambda self: setattr(self, "held", make()))
+
+
+def _by_id(self: Any, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    return update * (1 + self.held[id(p)])
+
+
+UNTRIED: dict[str, tuple[type[Momentum], str]] = {
+    "a lock": (_holding("Locked", threading.Lock), "cannot pickle"),
+    "a queue": (_holding("Tells", queue.Queue), "cannot pickle"),
+    "an error": (kind("Small", scale=_refuse_small), "ValueError: too small"),
+    "a model": (_holding("Looks", lambda: nn.Linear(2, 2)), "a module in its attribute 'held'"),
+    "ids": (
+        kind(
+            "ById",
+            prepare=lambda self: setattr(self, "held", {id(p): n for n, p in enumerate(self.own)}),
+            change=_by_id,
+        ),
+        "KeyError",
+    ),
+    "gradients that are not finite": (
+        kind("Finite", scale=lambda self: 1.0 if bool(_norm(self).isfinite()) else int("finite")),
+        "ValueError: invalid literal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNTRIED)
+def test_the_user_s_word_is_taken_for_what_cannot_be_tried(name: str, spill_dir: Path, caplog: Any) -> None:
+    made, text = UNTRIED[name]
+    pair = Pair(made, MANY[:-1])
+    with caplog.at_level(logging.INFO, "lightning_ssd"), wrapped(pair.inner, spill_dir) as optimizer:
+        told = [record.getMessage() for record in caplog.records if "on your word" in record.getMessage()]
+        assert len(told) == 1
+        assert f"{made.__name__} cannot be tried on copies" in told[0]
+        assert text in told[0]
+        for active in (None, [0, 2], None):
+            pair.step(optimizer, active)
+            pair.check(optimizer)
+
+
+@pytest.mark.parametrize(
+    "edit", [lambda p: p.add_(1), lambda p: p.detach().mul_(2), lambda p: p.grad.zero_(), lambda p: p.data.view(-1)[0]]
+)
+def test_a_rehearsal_does_not_reach_the_model(edit: Any, spill_dir: Path) -> None:
+    pair = Pair(lambda parameters: kind("Closed", begin=lambda self: edit(parameters[0]))(parameters), MANY)
+    pair.set_gradients()
+    before = [p.grad.clone() for p in pair.mine if p.grad is not None]
+    text = r"names Closed, .* touched a tensor of the model that it was not given, by aten"
+    with pytest.raises(ConfigError, match=text), wrapped(pair.inner, spill_dir):
+        pass
+    pair.check()
+    assert all(map(torch.equal, before, [p.grad for p in pair.mine]))  # type: ignore[arg-type]
+
+
+def test_a_rehearsal_warns_of_nothing(spill_dir: Path, caplog: Any) -> None:
+    def scale(self: Any) -> float:
+        if float(_norm(self)) > 1000:
+            warnings.warn("a large gradient", stacklevel=2)
+        return 1.0
+
+    pair = Pair(kind("Warns", scale=scale), MANY)
+    with warnings.catch_warnings(), caplog.at_level(logging.INFO, "lightning_ssd"):
+        warnings.simplefilter("error")
+        with wrapped(pair.inner, spill_dir) as optimizer:
+            for _ in range(3):
+                pair.step(optimizer)
+            pair.check(optimizer)
+    assert "cannot be tried" not in caplog.text
+
+
+# -- known ones --------------------------------------------------------------------------------------------------------
+
+
+class Named(torch.optim.AdamW):
+    """Overrides nothing that updates."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none=True)
+
+
+class Stepping(torch.optim.AdamW):
+    """Has a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Initial(torch.optim.AdamW):
+    """Overrides what a step calls."""
+
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._init_group(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class Helped(torch.optim.AdamW):
+    """Overrides what PyTorch's code may call."""
+
+    def _cuda_graph_capture_health_check(self) -> None:
+        super()._cuda_graph_capture_health_check()  # type: ignore[no-untyped-call]
+
+
+class Grouped(torch.optim.AdamW):
+    """Shows other groups than it has."""
+
+    @property
+    def param_groups(self) -> Any:
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self._groups = groups
+
+
+KNOWN: list[tuple[Callable[[Any], Optimizer], bool, bool]] = [
+    (torch.optim.AdamW, True, True),
+    (Named, True, True),
+    (torch.optim.Adafactor, True, False),
+    (torch.optim.SparseAdam, True, False),
+    *([(torch.optim.Muon, True, False)] if hasattr(torch.optim, "Muon") else []),
+    (Helped, False, False),
+    (Stepping, False, False),
+    (Initial, False, False),
+    (Grouped, False, False),
+    (Momentum, False, False),
+]
+
+
+@pytest.mark.parametrize(("make", "known", "elementwise"), KNOWN)
+def test_pytorchs_own_and_what_inherits_all_that_a_step_calls_are_known(
+    make: Callable[[Any], Optimizer], known: bool, elementwise: bool, spill_dir: Path, monkeypatch: Any
+) -> None:
+    pair = Pair(make, MANY[:-1])
+    assert (is_known(pair.inner), is_elementwise(pair.inner)) == (known, elementwise)
+    with opened(spill_dir) as offloader:
+        if not known:
+            with pytest.raises(ConfigError, match=r"known to be exact for Adam, AdamW, .*got .*declare it"):
+                offloader.offload_optimizer(pair.inner)
+        elif make is not torch.optim.SparseAdam:  # which takes no dense gradients
+            monkeypatch.setattr("lightning_ssd.optimizer.offloaded_optimizer.rehearse", None)
+            optimizer = offloader.offload_optimizer(pair.inner)
+            for _ in range(3):
+                pair.step(optimizer)
+            pair.check(optimizer)
+
+
+@pytest.mark.parametrize("declared", ["Momentum", f"{__name__}.Momentum"])
+def test_a_class_is_declared_by_its_name_or_with_its_module(declared: str, spill_dir: Path) -> None:
+    pair = Pair(Momentum, MANY)
+    with opened(spill_dir, declared=declared) as offloader:
+        optimizer = offloader.offload_optimizer(pair.inner)
+        pair.step(optimizer)
+        pair.check(optimizer)
+        with pytest.raises(ConfigError, match=r"got .*\.Counts\. .*declare it"):
+            offloader.offload_optimizer(EXACT["counts"]([nn.Parameter(torch.ones(3))]))
+
+
+class SwapsWeights(Momentum):
+    """As schedule-free optimizers do."""
+
+    def train(self) -> None:
+        """Weights of training."""
+
+    def eval(self) -> None:
+        """Weights of evaluation."""
+
+
+def _with_method(name: str, method: Any) -> Callable[[Any], Optimizer]:
+    def make(parameters: Any) -> Optimizer:
+        optimizer = torch.optim.Adam(parameters)
+        setattr(optimizer, name, method)
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (torch.optim.LBFGS, "got LBFGS, whose update of one parameter depends on the others"),
+        (lambda p: type("SAM", (Momentum,), {})(p), "got SAM, whose update"),
+        (SwapsWeights, r"got SwapsWeights, whose train\(\) and eval\(\) exchange all weights"),
+        (lambda p: kind("Owns", prepare=lambda self: setattr(self, "base", torch.optim.SGD(p)))(p), "owns another"),
+        (
+            lambda p: kind("OwnsDeeper", prepare=lambda self: setattr(self, "bases", {"a": [torch.optim.SGD(p)]}))(p),
+            r"owns another one, SGD, in bases",
+        ),
+        (lambda p: kind("OwnList", prepare=lambda self: setattr(self, "mine", list(p)))(p), "holds one in mine"),
+        (
+            lambda p: kind("Scaled", step=lambda self, closure=None, grad_scaler=None: None)(p),
+            "got Scaled, whose step takes a grad_scaler.*Take that argument out",
+        ),
+        (_with_method("_init_group", lambda *_: None), "expects the _init_group of the class Adam; got another one"),
+        (_with_method("step", lambda *_: None), "expects the step of the class Adam; got another one"),
+    ],
+)
+def test_what_is_more_than_an_update_of_each_parameter_is_refused(
+    make: Callable[[Any], Optimizer], text: str, spill_dir: Path
+) -> None:
+    with pytest.raises(ConfigError, match=text), wrapped(make([nn.Parameter(torch.ones(3))]), spill_dir):
+        pass
+
+
+def test_methods_that_no_step_calls_may_be_set(spill_dir: Path) -> None:
+    with wrapped(_with_method("zero_grad", lambda *_: None)([nn.Parameter(torch.ones(3))]), spill_dir):
+        pass
+
+
+def test_hooks_of_a_step_that_calls_another_are_refused(spill_dir: Path) -> None:
+    pair = Pair(Stepping, MANY)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        pair.check(optimizer)
+        handle = optimizer.register_step_pre_hook(lambda *_: None)
+        pair.set_gradients()
+        with pytest.raises(ConfigError, match="calls the step of a base class, which would run its step hooks again"):
+            optimizer.step()
+        handle.remove()
+
+
+def test_names_that_are_no_classes_are_refused() -> None:
+    for names in ("Lion", "package.optimizers.Lion"):
+        assert OffloadPolicy(optimizer_states="offload", per_parameter_optimizers=names).per_parameter_optimizers == (
+            names,
+        )
+    with pytest.raises(ConfigError, match=r"per_parameter_optimizers contains 'a b'; allowed: names of classes"):
+        OffloadPolicy(optimizer_states="offload", per_parameter_optimizers=["a b"])
+    with pytest.raises(ConfigError, match=r"per_parameter_optimizers=.* with optimizer_states='keep' would be ignored"):
+        OffloadPolicy(per_parameter_optimizers=["Lion"])
