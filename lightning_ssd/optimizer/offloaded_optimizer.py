@@ -283,6 +283,11 @@ class OffloadedOptimizer(Optimizer):
         """Before a step touches anything: what has become of the groups, the states and the optimizer."""
         refuse_own_step(self.inner)
         refuse_differentiable(self.inner)
+        if is_known(self.inner) is not self._states.is_known or not self._inner_step.is_of(type(self.inner)):
+            raise ConfigError(
+                f"the class {type(self.inner).__name__} was changed after offload_optimizer(): its step, or a method "
+                "that step calls, is another one. Nothing was updated: change the class before"
+            )
         self._look_for_others()
         self._states.register(self.param_groups)
         self._live.check()
@@ -311,9 +316,9 @@ class OffloadedOptimizer(Optimizer):
         finally:
             # Without a call, at which an interrupt could come.
             if "grad_scale" in told:
-                del own["grad_scale"]
+                own.pop("grad_scale", None)
             if "found_inf" in told:
-                del own["found_inf"]
+                own.pop("found_inf", None)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_ssd import OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.contract import is_elementwise, is_known
-from tests.support.optimizer_pairs import Pair, opened, wrapped
+from tests.support.optimizer_pairs import Pair, adamw, opened, wrapped
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -658,3 +658,106 @@ def test_names_that_are_no_classes_are_refused() -> None:
         OffloadPolicy(optimizer_states="offload", per_parameter_optimizers=["a b"])
     with pytest.raises(ConfigError, match=r"per_parameter_optimizers=.* with optimizer_states='keep' would be ignored"):
         OffloadPolicy(per_parameter_optimizers=["Lion"])
+
+
+# -- past copies and classes -------------------------------------------------------------------------------------------
+
+
+class Fused(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_what_a_scaler_sets_is_no_counter(spill_dir: Path) -> None:
+    """After ``unscale_`` it sets ``grad_scale=None``, a plain value."""
+    pair = Pair(lambda parameters: Fused(parameters, fused=True), MANY)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for each in (pair.twin, optimizer):
+            each.grad_scale, each.found_inf = None, torch.zeros(())  # type: ignore[attr-defined]
+        for _ in range(2):
+            pair.step(optimizer)
+            pair.check()
+    assert "grad_scale" not in vars(pair.inner)
+
+
+def test_a_step_that_needs_its_closure_is_tried_with_one(spill_dir: Path) -> None:
+    def step(self: Any, closure: Any) -> Any:
+        return Momentum.step(self, closure)
+
+    pair = Pair(kind("Needs", begin=_norm_of_all, step=step), MANY)
+    with pytest.raises(ConfigError, match="names Needs, which does not update"), wrapped(pair.inner, spill_dir):
+        pass
+
+
+def _norm_of_all(optimizer: Any) -> None:
+    norm = torch.stack(
+        [p.grad.norm() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    ).norm()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.div_(norm)
+
+
+def test_a_trial_that_reaches_the_optimizer_itself_leaves_no_mark(spill_dir: Path) -> None:
+    def made(parameters: Any) -> Any:
+        optimizer: Any = kind("Ticks", begin=lambda self: self.tick())(parameters)
+        optimizer.k = 0
+        optimizer.tick = lambda: setattr(optimizer, "k", optimizer.k + 1)
+        return optimizer
+
+    pair = Pair(made, MANY)
+    with pytest.raises(ConfigError, match="its step reached the optimizer itself"), wrapped(pair.inner, spill_dir):
+        pass
+    assert pair.inner.k == 0  # type: ignore[attr-defined]
+
+
+def test_counters_in_slots_are_refused(spill_dir: Path) -> None:
+    pair = Pair(kind("Slots", __slots__=("k",)), MANY)
+    with pytest.raises(ConfigError, match=r"which has 'k' in __slots__"), wrapped(pair.inner, spill_dir):
+        pass
+
+
+def test_an_attribute_that_comes_and_goes_does_so_once_a_step(spill_dir: Path) -> None:
+    def toggle(self: Any) -> None:
+        if vars(self).pop("extra", None) is None:
+            self.extra = 1
+
+    pair = Pair(kind("Toggles", begin=toggle), MANY)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for number in range(4):
+            pair.step(optimizer)
+            pair.check(optimizer)
+            assert hasattr(pair.inner, "extra") is hasattr(pair.twin, "extra") is (number % 2 == 0)
+
+
+class Health(torch.optim.Optimizer):
+    def _accelerator_graph_capture_health_check(self) -> None:
+        _norm_of_all(self)
+
+
+class Behind(torch.optim.Adam, Health):
+    """What a step calls is found behind Adam, and before PyTorch's."""
+
+
+def test_a_base_behind_a_known_one_is_looked_at(spill_dir: Path) -> None:
+    with opened(spill_dir) as offloader, pytest.raises(ConfigError, match="declare it"):
+        offloader.offload_optimizer(Behind(Pair(adamw).mine))
+
+
+def test_a_class_of_pytorch_that_was_patched_is_not_known(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init_group = torch.optim.SGD._init_group  # type: ignore[attr-defined]
+    pair = Pair(lambda parameters: torch.optim.SGD(parameters, lr=0.1), MANY)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+        monkeypatch.setattr(torch.optim.SGD, "_init_group", lambda *args: init_group(*args))
+        pair.set_gradients()
+        with pytest.raises(ConfigError, match=r"the class SGD was changed after offload_optimizer\(\)"):
+            optimizer.step()
+        monkeypatch.undo()
+        pair.step(optimizer)
+        pair.check(optimizer)
+    monkeypatch.setattr(torch.optim.SGD, "_init_group", lambda *args: init_group(*args))
+    with opened(spill_dir) as offloader, pytest.raises(ConfigError, match="declare it"):
+        offloader.offload_optimizer(torch.optim.SGD(pair.mine))

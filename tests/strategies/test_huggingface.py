@@ -30,7 +30,12 @@ class Texts(torch.utils.data.Dataset[Mapping[str, torch.Tensor]]):
 
 
 class Ours(OffloadTrainerMixin, transformers.Trainer):
-    policy = OffloadPolicy(activations="offload", optimizer_states="offload", min_tensor_bytes=1024)
+    policy = OffloadPolicy(
+        activations="offload",
+        optimizer_states="offload",
+        min_tensor_bytes=1024,
+        per_parameter_optimizers=["Adafactor"],  # that of transformers
+    )
 
 
 def make(kind: type, directory: Path, **options: Any) -> Any:
@@ -205,7 +210,7 @@ def test_an_optimizer_that_stays_is_not_touched(spill_dir: Path) -> None:
     trainer.train()
 
 
-@pytest.mark.parametrize("at", [2, 3, 5])
+@pytest.mark.parametrize("at", [3, 4, 5])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StorageError])
 def test_an_update_that_was_broken_off_is_never_gone_on_with(
     at: int, error: type, spill_dir: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -68,14 +68,22 @@ def is_known(optimizer: Optimizer) -> bool:
 
 
 def _runs_code_of(kind: type[Optimizer], known_kinds: Collection[type[Optimizer]]) -> bool:
-    known: Any = next((known for known in kind.__mro__ if known in known_kinds), None)
-    if known is None:
+    known: Any = next((base for base in kind.__mro__ if any(base is known for known in known_kinds)), None)
+    if known is None or not all(_is_torchs(method) for base in known.__mro__ for method in vars(base).values()):
         return False
-    own = {name for base in kind.__mro__[: kind.__mro__.index(known)] for name in vars(base)} - {*_UNCALLED}
+    own = {name for base in kind.__mro__ if base not in known.__mro__ for name in vars(base)} - {*_UNCALLED}
     called = [name for name in own if hasattr(known, name) and not name.startswith("__")]
     return not own & {"param_groups", "state", "__getattribute__", "__getattr__", "__setattr__"} and all(
         without_hooks(getattr(kind, name)) is without_hooks(getattr(known, name)) for name in called
     )
+
+
+def _is_torchs(method: Any) -> bool:
+    """Return whether a function of one of PyTorch's classes is PyTorch's, and was not put there."""
+    method = without_hooks(method)
+    # Those that are deprecated are wrapped by one of the last two.
+    places = ("torch.", "typing_extensions", "warnings")
+    return not isinstance(method, FunctionType) or method.__globals__["__name__"].startswith(places)
 
 
 def refuse_undeclared(optimizer: Optimizer, declared: Collection[str]) -> None:
@@ -98,6 +106,12 @@ def refuse_undeclared(optimizer: Optimizer, declared: Collection[str]) -> None:
             f"{kind.__module__}.{kind.__qualname__}. If its step updates each parameter by that parameter, its "
             "gradient, its state and its group's options alone, declare it: "
             f"OffloadPolicy(per_parameter_optimizers=[{name!r}]). Else use {_KEEP}"
+        )
+    slots = [n for base in kind.__mro__ for n, v in vars(base).items() if isinstance(v, MemberDescriptorType)]
+    if slots:
+        raise ConfigError(
+            f"{_OFFLOAD} expects an optimizer whose counters are plain attributes; got {name}, which has {slots[0]!r} "
+            f"in __slots__, where it would be raised in each call. Take it out of __slots__, or use {_KEEP}"
         )
     addresses = {address_of(p) for group in optimizer.param_groups for p in group["params"]} - {0}
     for place, leaf in _held(optimizer):

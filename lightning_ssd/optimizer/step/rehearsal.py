@@ -26,10 +26,10 @@ from lightning_ssd.common.rng import RandomStates, default_sources, shared_sourc
 from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own, tensors_in
-from lightning_ssd.optimizer.step.copies import copied, same
+from lightning_ssd.optimizer.step.copies import PLAIN, copied, same
 from lightning_ssd.optimizer.step.layout import is_bare
 from lightning_ssd.optimizer.step.master_weights import has_master
-from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
+from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep, plain_attributes, put_back
 from lightning_ssd.optimizer.step.types import CoupledError
 
 __all__ = ["rehearse"]
@@ -60,27 +60,37 @@ def rehearse(optimizer: Optimizer, *, master_weights: bool) -> str:
         ConfigError: steps without a closure differ.
     """
     name, found = type(optimizer).__name__, ["", ""]
-    takes_closure = len(inspect.signature(type(optimizer).step).parameters) > 1
+    closure = [*inspect.signature(type(optimizer).step).parameters.values()][1:2]
+    needs_closure = any(one.default is one.empty and one.kind is not one.VAR_POSITIONAL for one in closure)
+    before, untried = _plain_values(optimizer), ""
     random = RandomStates(
         [*shared_sources(), *default_sources({p.device for group in optimizer.param_groups for p in group["params"]})]
     )
-    try:
-        with warnings.catch_warnings(), uncompiled():
-            warnings.simplefilter("ignore")
-            for has_closure in (False, True)[: 1 + takes_closure]:
+    for has_closure in (False, True)[needs_closure : 1 + bool(closure)]:
+        try:
+            with warnings.catch_warnings(), uncompiled():
+                warnings.simplefilter("ignore")
                 copies = [_Copy(optimizer, master_weights, has_closure) for _ in range(2)]
                 with _Untouched(optimizer):
                     found[has_closure] = _difference(*copies)
-    except Exception as error:  # whatever the user's optimizer raises on copies
+        except Exception as error:  # whatever the user's optimizer raises on copies
+            untried = untried or f"{type(error).__name__}: {error}"
+        finally:
+            random.restore()
+            if not same(before, _plain_values(optimizer)):
+                put_back(optimizer, before[0])
+                for group, options in zip(optimizer.param_groups, before[1:], strict=True):
+                    group.update(options)
+                found[has_closure] = "its step reached the optimizer itself, past the copy"
+    if needs_closure:
+        found[0] = found[1]
+    if untried:
         _log.info(
-            "%s cannot be tried on copies (%s: %s). Its states are offloaded on your word that it updates each "
-            "parameter by itself.",
+            "%s cannot be tried on copies (%s). Its states are offloaded on your word that it updates each parameter "
+            "by itself.",
             name,
-            type(error).__name__,
-            error,
+            untried,
         )
-    finally:
-        random.restore()
     refusals = [
         f"OffloadPolicy.per_parameter_optimizers names {name}, which does not update each parameter by itself{way}. In "
         f"a trial on small copies, one by one against all together, {what}. Nothing was updated: use "
@@ -263,6 +273,13 @@ class _Copy:
             },
             **{f"its attribute {key!r}": self._by_number(value) for key, value in _attributes(self.optimizer).items()},
         }
+
+
+def _plain_values(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the plain attributes of an optimizer, then those of each group's options."""
+    groups = optimizer.param_groups
+    options = [{key: value for key, value in group.items() if isinstance(value, PLAIN)} for group in groups]
+    return [plain_attributes(optimizer), *options]
 
 
 def _attributes(optimizer: Any) -> dict[str, Any]:

@@ -18,11 +18,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from lightning_ssd.optimizer.step.copies import PLAIN, copied, same
 from lightning_ssd.optimizer.step.types import CoupledError, State
 
-__all__ = ["SubgroupStepper", "WholeStep", "without_hooks"]
+__all__ = ["SubgroupStepper", "WholeStep", "plain_attributes", "put_back", "without_hooks"]
 
 T = TypeVar("T")
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 _PRE_HOOKS = "_optimizer_step_pre_hooks"
+_DELETED = object()
+"""In the place of an attribute that a step has deleted."""
 
 
 class WholeStep:
@@ -40,7 +42,7 @@ class WholeStep:
         self.shared = dict(shared)
         self._optimizer = optimizer
         self._closure = closure
-        self._before = dict(vars(optimizer))
+        self._before = plain_attributes(optimizer)
         self._changes: dict[Any, dict[Any, Any]] = {}
         self._returned: list[Any] = []
 
@@ -65,7 +67,9 @@ class WholeStep:
             other = self._returned[0]
             raise CoupledError(f"this optimizer's step returns {value!r} for some parameters and {other!r} for others")
         self._returned.append(value)
-        self.note("attributes", _plain(self._before), _plain(vars(self._optimizer)), is_idle=is_idle)
+        after = plain_attributes(self._optimizer)
+        deleted = dict.fromkeys(self._before.keys() - after.keys(), _DELETED)
+        self.note("attributes", self._before, after | deleted, is_idle=is_idle)
 
     def note(self, place: Any, before: Mapping[Any, Any], after: Mapping[Any, Any], *, is_idle: bool = False) -> None:
         """Note what one call has changed.
@@ -92,7 +96,10 @@ class WholeStep:
     def apply(self) -> None:
         """Make the changes, once."""
         self._put_back()
-        vars(self._optimizer).update(self._changes.pop("attributes", {}))
+        own, changed = vars(self._optimizer), self._changes.pop("attributes", {})
+        own.update(changed)
+        for name in [name for name, value in changed.items() if value is _DELETED]:
+            del own[name]
         for place, changed in self._changes.items():
             target = self._optimizer.param_groups[place] if isinstance(place, int) else self.shared
             for key, value in changed.items():
@@ -108,16 +115,24 @@ class WholeStep:
         return self._returned[0] if self._returned else default
 
     def _put_back(self) -> None:
-        own = vars(self._optimizer)
-        for name in _plain(own):
-            if name in self._before:
-                own[name] = self._before[name]
-            else:
-                del own[name]
+        put_back(self._optimizer, self._before)
 
 
-def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if isinstance(value, PLAIN)}
+def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's numbers, texts and flags, which a step may raise; not those that ``GradScaler`` sets."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, PLAIN) and name not in ("grad_scale", "found_inf")
+    }
+
+
+def put_back(optimizer: Optimizer, before: Mapping[str, Any]) -> None:
+    """Give an optimizer the plain attributes that it had, and take away others."""
+    own = vars(optimizer)
+    for name in plain_attributes(optimizer).keys() - before.keys():
+        del own[name]
+    own.update(before)
 
 
 def without_hooks(method: Any) -> Any:
@@ -136,6 +151,10 @@ class SubgroupStepper:
         self._optimizer = optimizer
         self.is_lending = False
         self._step: Callable[..., Any] = without_hooks(type(optimizer).step)
+
+    def is_of(self, kind: type[Optimizer]) -> bool:
+        """Return whether the step is still that of a class."""
+        return without_hooks(kind.step) is self._step
 
     def call(self, *closure: Callable[[], Any]) -> Any:
         """Call the class' step.
