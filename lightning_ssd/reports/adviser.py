@@ -25,6 +25,7 @@ _OFF = 0.15
 _MUCH = 0.05
 _HALF = 0.5
 _MIB = 1 << 20
+_OTHER_DIRECTORY = "Name a directory on a local drive in HardwareProfile.paths"
 
 
 def advise(report: RunReport) -> list[str]:
@@ -47,10 +48,8 @@ def _failures(report: RunReport) -> str | None:
 def _unusable(report: RunReport) -> str | None:
     if report.unusable is None or report.stat("bytes_written"):
         return None
-    return (
-        f"Nothing was moved to a drive, because {report.unusable}. Name a directory on a local drive in "
-        "HardwareProfile.paths."
-    )
+    mend = "Raise it" if report.unusable.startswith("wear_budget") else _OTHER_DIRECTORY
+    return f"Nothing was moved to a drive, because {report.unusable}. {mend}."
 
 
 def _held_elsewhere(report: RunReport) -> str | None:
@@ -60,8 +59,9 @@ def _held_elsewhere(report: RunReport) -> str | None:
     held_text, sent_text = format_sizes(held, saved - kept)
     return (
         f"Of {sent_text} sent away, {held_text} never left memory, because the program holds those tensors until "
-        "backward: a module that keeps its output (self.last = h), or a hook or list that collects outputs. Keep what "
-        "is needed of them (h.detach().mean(), a smaller copy), or let go before backward (self.last = None)."
+        "backward: the batch, a module that keeps its output (self.last = h), or a hook or list that collects outputs. "
+        "Keep what is needed of outputs (h.detach().mean(), a smaller copy), or let go before backward "
+        "(self.last = None)."
     )
 
 
@@ -115,8 +115,7 @@ def _stays(report: RunReport) -> str | None:
     if policy is None or policy["activations"] != "auto" or not settled > _HALF * report.held("saved") >= _MIB:
         return None
     return (
-        f"To hold less than {format_sizes(settled)[0]} of saved activations whatever it costs: "
-        f'activations="offload", or activation_budget="{math.ceil(_HALF * settled / _MIB)}MiB".'
+        f'To hold less than {format_sizes(settled)[0]} of saved activations whatever it costs: activations="offload".'
     )
 
 
@@ -153,6 +152,8 @@ def _too_small(report: RunReport) -> str | None:
     if policy is None or policy["activations"] in ("keep", "recompute") or report.stat("bytes_saved") or not num:
         return None
     smaller = max(parse_size(policy["min_tensor_bytes"]) >> 4, 4096)
+    if smaller >= parse_size(policy["min_tensor_bytes"]):
+        return None
     return f'To move smaller saved activations: min_tensor_bytes="{smaller >> 10}KiB".'
 
 
@@ -179,11 +180,11 @@ def _predictions(report: RunReport) -> str | None:
     if plan is None or not plan["predicted_step_s"]:
         return None
     off = plan["measured_step_s"] / plan["predicted_step_s"] - 1
-    if abs(off) <= _OFF:
+    if off <= _OFF:
         return None
     return (
-        f"Steps took {100 * abs(off):.0f} % {'longer' if off > 0 else 'less'} than the plan predicted: other work on "
-        "this machine or its drives, or steps that differ from each other."
+        f"Steps took {100 * off:.0f} % longer than the plan predicted: other work on this machine or its drives, or "
+        "steps that differ from each other."
     )
 
 
@@ -191,9 +192,12 @@ def _wears(report: RunReport) -> str | None:
     days = report.metrics.get("wear/drive_life_days")
     if days is None or days >= _YEAR_DAYS:
         return None
+    activations = (report.policy or {}).get("activations")
+    is_auto = "" if activations == "auto" else 'activations="auto", '
+    less = "" if activations == "recompute_offload" else ' activations="recompute_offload" writes less.'
     return (
         f"Written to like this day and night, a drive reaches its vendor's rating in {days:,.0f} days. "
-        'wear_budget="1.0DWPD" bounds that, and activations="recompute_offload" writes less.'
+        f'{is_auto}wear_budget="1.0DWPD" bounds what activations write.{less}'
     )
 
 
@@ -245,4 +249,5 @@ def _keep_more(report: RunReport, more_bytes: float) -> str:
     path = "A second drive in HardwareProfile.paths"
     if budget * _MIB >= report.held("saved"):
         return f"{path} would make that less."
-    return f'{path}, or activation_budget="{budget}MiB", would take about all of that away.'
+    is_auto = "" if (report.policy or {}).get("activations") == "auto" else 'activations="auto", '
+    return f'{path}, or {is_auto}activation_budget="{budget}MiB", would take about all of that away.'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -113,7 +114,11 @@ METRICS = made_report().metrics
         ({"plan": {**PLAN, "measured_overhead": 0.0712}}, "Moving took 7.1 % of a pass, more than the 5 % that max_s"),
         ({"metrics": {**METRICS, "wear/drive_life_days": 90.0}}, "in 90 days"),
         ({"plan": {**PLAN, "measured_step_s": 3.0}}, "50 % longer"),
-        ({"stats": {**STATS, "resident_peak_bytes": 2000 * MIB}}, 'or activation_budget="1000MiB"'),
+        ({"stats": {**STATS, "resident_peak_bytes": 2000 * MIB}}, 'whatever it costs: activations="offload".'),
+        (
+            {"unusable": "wear_budget allows too little", "stats": {**STATS, "bytes_written": 0}},
+            "too little. Raise it.",
+        ),
     ],
 )
 def test_rules(changes: dict[str, Any], words: str) -> None:
@@ -155,3 +160,27 @@ def test_the_next_rung_is_the_largest_part_with_the_line_to_paste(policy: dict[s
 def test_a_drive_of_which_nothing_is_known_is_no_advice() -> None:
     """Such as a virtual disk, which no vendor rates."""
     assert told(made_report(metrics={"wear/written_tb": 1.0}), "Nothing needs to change") is not None
+
+
+@pytest.mark.parametrize("activations", ["auto", "offload", "recompute_offload"])
+def test_every_line_to_write_is_taken(activations: str) -> None:
+    """By the policy of the run that is advised."""
+    policy = {**POLICY, "activations": activations}
+    reads = (Move("read", "ssd", 500 * MIB, 1.0, 1.5),)
+    records = (made_record(moves=reads, waits=(Wait(1.1, 1.4), Wait(0.1, 0.6))),)
+    metrics = {**METRICS, "wear/drive_life_days": 90.0}
+    advised = advise(made_report(policy=policy, records=records, metrics=metrics))
+    small = {"num_kept_small": 3}
+    advised += advise(made_report(policy=policy, stats=small)) + advise(
+        made_report(policy={**policy, "min_tensor_bytes": "4KiB"}, stats=small)
+    )
+    lines = [line for sentence in advised for line in re.findall(r'(?:[a-z_]+="[^"]*"(?:, )?)+', sentence)]
+    assert len(lines) > 2
+    for line in lines:
+        replace(OffloadPolicy(**policy), **dict(re.findall(r'([a-z_]+)="([^"]*)"', line)))
+    smallest = advise(made_report(policy={**policy, "min_tensor_bytes": 1024}, stats=small))
+    assert not [sentence for sentence in smallest if "To move" in sentence]
+
+
+def test_steps_that_are_faster_than_predicted_are_no_advice() -> None:
+    assert told(made_report(plan={**PLAN, "measured_step_s": 1.0}), "predicted") is None

@@ -102,17 +102,17 @@ def test_before_a_pass_has_ended_the_peak_is_all_there_is() -> None:
             {"stats": {**STATS, "settled_peak_bytes": 3000 * MIB}},
             "nothing saved: at the peak all 2.93 GiB of saved activations are in memory, "
             "because moving costs more than max_slowdown=1.05 allows, or gains too little",
-            'activations="offload", or activation_budget="1500MiB"',
+            'activations="offload".',
         ),
         (
             {"stats": {**STATS, "settled_peak_bytes": 3000 * MIB}, "policy": {**POLICY, "activation_budget": "4GiB"}},
             "saved activations are in memory, because the budget was never needed",
-            'activation_budget="1500MiB"',
+            'activations="offload".',
         ),
         (
             {"stats": {**STATS, "settled_peak_bytes": 3000 * MIB}, "unusable": "wear_budget allows this process 1 MB"},
             "because wear_budget allows this process 1 MB",
-            'activation_budget="1500MiB"',
+            'activations="offload".',
         ),
     ],
 )
