@@ -46,7 +46,13 @@ def gradients(step: int, like: list[nn.Parameter]) -> list[torch.Tensor]:
 
 @contextmanager
 def offloaded(optimizer: Optimizer, directory: Path, *, master_weights: bool = True) -> Iterator[OffloadedOptimizer]:
-    policy = OffloadPolicy(activations="keep", optimizer_states="offload", master_weights=master_weights, verify="full")
+    policy = OffloadPolicy(
+        activations="keep",
+        optimizer_states="offload",
+        master_weights=master_weights,
+        verify="full",
+        per_parameter_optimizers=["Marked"],
+    )
     with Offloader(policy=policy, hardware=HardwareProfile(paths=str(directory))).open() as offloader:
         wrapped = offloader.offload_optimizer(optimizer)
         assert isinstance(wrapped, OffloadedOptimizer)
@@ -95,6 +101,37 @@ def test_bits_are_those_of_float32_copies_kept_by_hand(kind: str, dtype: torch.d
             assert torch.equal(states[number][MASTER], copy)
             assert all(v.dtype == torch.float32 for v in states[number].values() if isinstance(v, torch.Tensor))
         assert optimizer.stats.written_bytes > optimizer.stats.state_bytes
+
+
+class Marked(Optimizer):
+    """Goes by what a parameter is, and by a mark on it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if isinstance(p, nn.Parameter) and p.requires_grad:
+                    momentum = self.state[p].setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                    p.sub_(momentum, alpha=group["lr"] * p.scale)  # type: ignore[attr-defined]
+
+
+def test_a_declared_one_finds_a_parameter_with_its_marks(spill_dir: Path) -> None:
+    def made(parameters: list[nn.Parameter]) -> Optimizer:
+        for number, parameter in enumerate(parameters):
+            parameter.scale = 1.0 + number  # type: ignore[attr-defined]
+        return Marked(parameters)
+
+    mine = make_parameters(torch.bfloat16)
+    plain = Plain(make_parameters(torch.bfloat16), made)
+    with offloaded(made(mine), spill_dir) as optimizer:
+        for step in range(3):
+            train(optimizer, mine, range(step, step + 1))
+            plain.step(gradients(step, mine))
+            assert_same_parameters(mine, plain.parameters)
+        assert type(optimizer.state[mine[0]][MASTER]) is torch.Tensor
 
 
 def test_updates_too_small_for_bfloat16_add_up_only_in_copies(spill_dir: Path) -> None:

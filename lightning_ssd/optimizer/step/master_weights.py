@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_ssd.common.tensors import PLAIN_TYPES, class_of
 from lightning_ssd.optimizer.step.layout import is_bare
@@ -47,6 +48,10 @@ def to_master(piece: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         is_changed = master.to(now.dtype) != now
         if master.device.type != "cpu" or is_changed.any():  # to ask a device takes longer than to copy
             master.copy_(torch.where(is_changed, now.float(), master))
+    if isinstance(piece, nn.Parameter):  # an optimizer may go by what it is, and by marks on it
+        marks, requires_grad = vars(piece), piece.requires_grad
+        master = nn.Parameter(master, requires_grad=requires_grad)
+        vars(master).update(marks)
     master.grad = None if piece.grad is None else piece.grad.float()
     return master, mine
 
@@ -54,6 +59,8 @@ def to_master(piece: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
 def from_master(piece: torch.Tensor, master: torch.Tensor, state: State) -> State:
     """Round the updated copy into the parameter; the copy joins the state."""
     master.grad = None
+    if isinstance(master, nn.Parameter):
+        master = master.detach()
     piece.detach().copy_(master)
     return {**state, MASTER: master}
 
