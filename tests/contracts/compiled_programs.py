@@ -26,12 +26,13 @@ MODES: dict[str, dict[str, Any]] = {
     "recompute": {"activations": "recompute"},
     "recompute_offload": {"activations": "recompute_offload"},
     "auto": {"activations": "auto", "activation_budget": 1 << 16},
-    "states": {"activations": "keep", "optimizer_states": "offload"},
+    "states": {"activations": "keep", "optimizer_states": "offload", "per_parameter_optimizers": ["Compiling"]},
     "everything": {
         "activations": "recompute_offload",
         "parameters": "offload",
         "gradients": "offload",
         "optimizer_states": "offload",
+        "per_parameter_optimizers": ["Compiling"],
     },
 }
 WHEN = ("before registering", "after registering", "after a step")

@@ -280,7 +280,7 @@ def test_a_wear_budget_that_lets_nothing_be_written_is_said(tmp_path):
     strategy = strategy_for(tmp_path, "auto", wear_budget="1KB")
     _, monitor = fit_monitored(tmp_path, strategy=strategy, callbacks=[WaitForPlans()])
     headline = monitor.summary.splitlines()[0]
-    assert "nothing saved: all " in headline
+    assert "nothing saved: at the peak all " in headline
     assert "because wear_budget allows this process <0.1 MB per day and the plan needs " in headline
 
 
