@@ -315,10 +315,10 @@ class OffloadedOptimizer(Optimizer):
                 self._inner_step.run_idle(idle, whole)
         finally:
             # Without a call, at which an interrupt could come.
-            if "grad_scale" in told:
-                own.pop("grad_scale", None)
-            if "found_inf" in told:
-                own.pop("found_inf", None)
+            if "grad_scale" in told and "grad_scale" in own:
+                del own["grad_scale"]
+            if "found_inf" in told and "found_inf" in own:
+                del own["found_inf"]
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -68,7 +68,7 @@ class WholeStep:
             raise CoupledError(f"this optimizer's step returns {value!r} for some parameters and {other!r} for others")
         self._returned.append(value)
         after = plain_attributes(self._optimizer)
-        deleted = dict.fromkeys(self._before.keys() - after.keys(), _DELETED)
+        deleted = dict.fromkeys(self._before.keys() - vars(self._optimizer).keys(), _DELETED)
         self.note("attributes", self._before, after | deleted, is_idle=is_idle)
 
     def note(self, place: Any, before: Mapping[Any, Any], after: Mapping[Any, Any], *, is_idle: bool = False) -> None:
@@ -128,11 +128,16 @@ def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def put_back(optimizer: Optimizer, before: Mapping[str, Any]) -> None:
-    """Give an optimizer the plain attributes that it had, and take away others."""
+    """Give an optimizer the plain attributes that it had, and take away others.
+
+    What has become an object meanwhile stays: it may hold what a step keeps by parameter.
+    """
     own = vars(optimizer)
     for name in plain_attributes(optimizer).keys() - before.keys():
         del own[name]
-    own.update(before)
+    for name, value in before.items():
+        if name not in own or isinstance(own[name], PLAIN):
+            own[name] = value
 
 
 def without_hooks(method: Any) -> Any:
