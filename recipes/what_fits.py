@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from lightning_ssd.planning.plan import TierRates
 from lightning_ssd.planning.what_fits import ModelSize, even_model, fit
 
 __all__ = ["main"]
@@ -19,7 +20,7 @@ _MODELS = {"7 B": (7e9, 32), "13 B": (13e9, 40), "70 B": (70e9, 80)}
 """Parameters and blocks."""
 _GRADIENTS: tuple[Literal["keep", "offload"], ...] = ("keep", "offload")
 _LORA_SHARE = 0.005
-_READ, _WRITE = 7e9, 5e9
+_DRIVES = TierRates(read_bytes_per_s=7e9, write_bytes_per_s=5e9)
 """Bytes per second of one drive."""
 _FLOPS = 0.4 * 312e12
 """Per second: 40 % of an A100's in bfloat16, by its data sheet."""
@@ -49,7 +50,7 @@ def main() -> None:
 def _numbers(size: ModelSize, gradients: Literal["keep", "offload"], *, flops: float) -> str:
     found = fit(size, gradients=gradients)
     card = next((f"{card} GB" for card in _CARDS_GB if found.device_bytes <= _ROOM * card * _GB), "none")
-    moving_s = found.io_s(read_bytes_per_s=_READ, write_bytes_per_s=_WRITE)
+    moving_s = found.io_s(_DRIVES)
     gigabytes = [f"{nbytes / _GB:.1f}" for nbytes in (found.plain_bytes, found.device_bytes)]
     rest = [f"{nbytes / _GB:.1f}" for nbytes in (found.waiting_bytes, found.read_bytes, found.written_bytes)]
     return "| " + " | ".join([*gigabytes, card, *rest, f"{moving_s:.1f}", f"{flops / _FLOPS:.1f}"])

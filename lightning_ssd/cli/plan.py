@@ -476,7 +476,7 @@ def _fits_table(task: _Task) -> Table:
         "waits\nGiB": _column([fit.waiting_bytes for fit in fits], _GIB, 2),
         "read\nGB": _column([fit.read_bytes for fit in fits], _GB, 1),
         "written\nGB": _column([fit.written_bytes for fit in fits], _GB, 1),
-        "moving\ns": [_seconds(_moving_s(task, fit)) for fit in fits],
+        "moving\ns": [_seconds(fit.io_s(task.drives)) for fit in fits],
     }
     return _table_of(columns)
 
@@ -489,11 +489,6 @@ def _table_of(columns: Mapping[str, Sequence[str]]) -> Table:
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
     return table
-
-
-def _moving_s(task: _Task, found: Fit) -> float:
-    drives = task.drives
-    return found.io_s(read_bytes_per_s=drives.read_bytes_per_s, write_bytes_per_s=drives.write_bytes_per_s)
 
 
 def _column(sizes: Sequence[float], unit: float, digits: int) -> list[str]:
@@ -539,6 +534,6 @@ def _as_json(
             {"mode": mode, **asdict(one), "num_recomputed": num_recomputed, "life_days": life(one)}
             for mode, one, num_recomputed in rows
         ],
-        "waiting": [{"waits": name, **asdict(fits), "moving_s": _moving_s(task, fits)} for name, fits in _fits(task)],
+        "waiting": [{"waits": name, **asdict(fits), "moving_s": fits.io_s(task.drives)} for name, fits in _fits(task)],
         "problems": [asdict(problem) for problem in problems],
     }

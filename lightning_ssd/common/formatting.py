@@ -5,7 +5,6 @@ from __future__ import annotations
 __all__ = ["as_setting", "escape_control", "format_sizes", "pluralize"]
 
 _BINARY = (("GiB", 1 << 30, 2), ("MiB", 1 << 20, 1))
-_QUARTER = 1 << 28
 _DECIMAL = (("TB", 10**12, 2), ("GB", 10**9, 2), ("MB", 10**6, 1))
 
 

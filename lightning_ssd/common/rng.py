@@ -38,10 +38,6 @@ class RandomStates:
         """One more, as it is now."""
         self._states.append((source, source.read()))
 
-    def are_used(self) -> bool:
-        """Whether somebody has drawn since."""
-        return any(map(_is_used, self._states))
-
     def forget_unused(self) -> None:
         """Leave alone from now on where nobody has drawn since."""
         self._states = list(filter(_is_used, self._states))

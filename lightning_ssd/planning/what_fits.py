@@ -62,9 +62,9 @@ class Fit:
     """Per step, of which nothing is in host memory."""
     written_bytes: float
 
-    def io_s(self, *, read_bytes_per_s: float, write_bytes_per_s: float) -> float:
+    def io_s(self, drives: TierRates) -> float:
         """Return the seconds of a step that only moves, reads and writes one after the other."""
-        return self.read_bytes / read_bytes_per_s + self.written_bytes / write_bytes_per_s
+        return self.read_bytes / drives.read_bytes_per_s + self.written_bytes / drives.write_bytes_per_s
 
 
 def even_model(
@@ -170,8 +170,7 @@ def choose(
 
     def combine(mode: str, part: str) -> Choice:
         pass_, model = modes[mode], waits[part]
-        rates = {"read_bytes_per_s": drives.read_bytes_per_s, "write_bytes_per_s": drives.write_bytes_per_s}
-        moving_s = model.io_s(**rates)
+        moving_s = model.io_s(drives)
         held_bytes, step_s = pass_.peak_bytes + model.device_bytes, pass_.step_s + moving_s
         return Choice(
             mode=mode,

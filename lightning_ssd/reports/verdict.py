@@ -15,7 +15,6 @@ from lightning_ssd.telemetry.stats import describe_held
 __all__ = ["Verdict", "judge"]
 
 _GIB = 1 << 30
-_MAYBE_BEFORE = ", maybe before training"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +120,10 @@ def _memory(report: RunReport) -> str:
         parts.append(f"peak {format_sizes(peak)[0]} {owner}")
     for name, held in (("activation_budget", report.held("resident")), ("memory_budget", peak)):
         if (budget := policy.get(name)) is not None and held is not None:
-            kept = "kept" if held <= parse_size(budget) else f"exceeded ({format_sizes(held)[0]})"
-            # The peak of a process has what came before its training in it.
-            parts.append(f"{name}={budget!r} {kept}{_MAYBE_BEFORE if held is peak and kept != 'kept' else ''}")
+            # The peak of all memory has what came before training in it.
+            before = ", maybe before training" if name == "memory_budget" else ""
+            exceeded = f"exceeded ({format_sizes(held)[0]}){before}"
+            parts.append(f"{name}={budget!r} {'kept' if held <= parse_size(budget) else exceeded}")
     return ", ".join(parts)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_ssd.planning.plan import TierRates
 from lightning_ssd.planning.update_memory import subgroup_bytes
 from lightning_ssd.planning.what_fits import ModelSize, UnitSize, even_model, fit
 from recipes import what_fits
@@ -13,7 +14,7 @@ def test_the_bytes_of_a_step_are_those_of_the_documented_formula() -> None:
     """docs/parameters.md: (2k + 1) w P + k g P + s P read, k g P + w P + s P written; 24 and 16 bytes for AdamW."""
     once = fit(even_model(num_parameters=1e9, num_blocks=32, weight_bytes=4), gradients="offload")
     assert (once.read_bytes, once.written_bytes) == (24e9, 16e9)
-    assert once.io_s(read_bytes_per_s=7e9, write_bytes_per_s=5e9) == pytest.approx(6.63, abs=0.01)
+    assert once.io_s(TierRates(read_bytes_per_s=7e9, write_bytes_per_s=5e9)) == pytest.approx(6.63, abs=0.01)
     twice = fit(even_model(num_parameters=1e9, num_blocks=32, weight_bytes=4, num_backwards=2), gradients="offload")
     assert (twice.read_bytes, twice.written_bytes) == (36e9, 20e9)
 

@@ -66,13 +66,10 @@ def _copied_tensor(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return tensor
 
 
-def same(one: Any, other: Any, *, opaque: bool = True) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Return whether two values are equal bit for bit; not a number equals itself.
 
-    Args:
-        one: a value.
-        other: another one.
-        opaque: the answer for two objects that are neither numbers, texts, tensors nor containers of these.
+    Objects that are neither numbers, texts, tensors nor containers of these count as equal.
     """
     if one is other:
         return True
@@ -84,10 +81,10 @@ def same(one: Any, other: Any, *, opaque: bool = True) -> bool:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         # What an optimizer keeps under a parameter is found under another one in a copy.
         ours, theirs = ({k: v for k, v in each.items() if isinstance(k, PLAIN)} for each in (one, other))
-        return ours.keys() == theirs.keys() and all(same(ours[k], theirs[k], opaque=opaque) for k in ours)
+        return ours.keys() == theirs.keys() and all(same(ours[k], theirs[k]) for k in ours)
     if isinstance(one, _SEQUENCES) and isinstance(other, _SEQUENCES):
-        return len(one) == len(other) and all(same(a, b, opaque=opaque) for a, b in zip(one, other, strict=True))
-    return opaque and not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor)
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
