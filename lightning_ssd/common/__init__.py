@@ -1,1 +1,1 @@
-"""What several packages share, and what is of no package: tensors, devices, waiting, words."""
+"""Shared building blocks: tensors, devices, threads that wait, interrupts, checks of settings, text for messages."""

@@ -1,8 +1,8 @@
-"""Devices whose work is queued on streams: CUDA in its own words, the others in generic ones.
+"""One interface to devices that queue work on streams: ``torch.cuda`` for CUDA, ``torch.accelerator`` for the others.
 
 CUDA (and ROCm, which PyTorch presents as CUDA) has events on which a waiting thread sleeps, graphs, and page locking.
-Other accelerators are asked through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``. Some of these calls
-are younger than the oldest supported PyTorch, and an accelerator need not have all: what it lacks is found by trying.
+Other accelerators are used through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``. Some of these calls are
+younger than the oldest supported PyTorch, and an accelerator need not have all of them. A short trial finds out.
 """
 
 from __future__ import annotations
@@ -36,55 +36,55 @@ _proved: set[torch.device] = set()
 
 
 class Accelerator(Protocol):
-    """What we ask of one device. Streams and events are PyTorch's: those of CUDA have the generic ones' methods."""
+    """Calls that the package makes to one device. Streams and events are PyTorch's own objects."""
 
     locks_host_memory: bool
-    """Whether memory that was mapped by us can be locked for its copies."""
+    """Whether host memory that this package has mapped can be page-locked for copies."""
 
     def as_current(self) -> AbstractContextManager[Any]:
-        """The calling thread's current device."""
+        """Make it the calling thread's current device within a context."""
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
-        """The calling thread's current stream; within :meth:`as_current`."""
+        """Make ``stream`` the calling thread's current stream within a context; only within :meth:`as_current`."""
 
     def new_stream(self) -> Any:
-        """A stream of our own."""
+        """Return a new stream."""
 
     def current_stream(self) -> Any:
-        """The calling thread's."""
+        """Return the calling thread's current stream."""
 
     def event(self) -> Any:
-        """An event to wait for."""
+        """Return an event to wait for."""
 
     def timing_event(self) -> Any:
-        """An event that knows when it was passed."""
+        """Return an event that records the time at which the device passes it."""
 
     def is_capturing(self) -> bool:
-        """Whether the current stream records a graph instead of working."""
+        """Return whether the current stream captures a graph instead of running its work."""
 
     def may_have_graphs(self) -> bool:
-        """Whether memory belongs to graphs that were captured; also where nobody can tell. May take milliseconds."""
+        """Return whether captured graphs own memory; ``True`` if unknown. May take milliseconds."""
 
     def synchronize(self) -> None:
-        """Wait for what the current stream has to do."""
+        """Wait for the work that is queued on the current stream."""
 
     def empty_cache(self) -> None:
-        """Give back to the device what PyTorch's allocator holds unused."""
+        """Return the unused memory of PyTorch's allocator to the device."""
 
     def memory_stats(self) -> Mapping[str, int]:
-        """Of PyTorch's allocator, in CUDA's names; empty where it keeps none, and while the device is not in use."""
+        """Return the statistics of PyTorch's allocator, by CUDA's names; empty if there are none yet."""
 
     def reset_peak(self) -> None:
-        """Let the allocator's peaks begin anew."""
+        """Reset the allocator's peaks to the present values."""
 
     def allocated_bytes(self) -> int:
-        """What the allocator has handed out; 0 where it does not tell."""
+        """Return the bytes that tensors have from the allocator; 0 if unknown."""
 
     def free_bytes(self) -> int | None:
-        """What nobody has allocated on the device; ``None`` where it does not tell."""
+        """Return the bytes of the device that no process has allocated; ``None`` if unknown."""
 
     def allowed_bytes(self) -> int | None:
-        """The most that PyTorch's allocator may take in this process; ``None``: all that there is."""
+        """Return the limit of PyTorch's allocator in this process; ``None``: the whole device."""
 
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -238,7 +238,7 @@ class GenericAccelerator:
         return None  # it has no word for that
 
     def _ask(self, name: str, unknown: object, *, of_device: bool = True) -> Any:
-        """The answer of ``torch.accelerator``; ``unknown`` where this PyTorch or this device's allocator has none."""
+        """Call a function of ``torch.accelerator``; return ``unknown`` if PyTorch or the device does not support it."""
         question: Callable[..., Any] | None = getattr(_GENERIC, name, None)
         if question is None:
             return unknown
@@ -251,21 +251,21 @@ class GenericAccelerator:
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """How to ask ``device``, whatever it can; ``None``: ``torch.accelerator`` does not know it. Starts no device."""
+    """Return the interface to ``device``; ``None``: ``torch.accelerator`` does not know it. Starts no device."""
     if device.type == "cuda":
         return CudaAccelerator(device)
     return GenericAccelerator(device) if device.type == _generic_type() else None
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work is queued there on streams that can be waited for; see :func:`what_is_missing`."""
+    """Return whether the device has streams that tensors can be moved on; see :func:`what_is_missing`."""
     return device.type != "cpu" and what_is_missing(device) is None
 
 
 def what_is_missing(device: torch.device) -> str | None:
-    """What keeps tensors there from being moved, as a clause; ``None``: nothing. CPUs lack nothing, and CUDA neither.
+    """Return why tensors on ``device`` cannot be moved, as a clause; ``None``: they can. CPUs and CUDA always can.
 
-    Another device is tried, which starts it, until it has passed once in this process.
+    On any other device each call runs a short trial, which starts the device, until one trial has succeeded.
     """
     if device.type in ("cpu", "cuda") or device in _proved:
         return None
@@ -279,13 +279,13 @@ def what_is_missing(device: torch.device) -> str | None:
 
 
 def device_types() -> tuple[str, ...]:
-    """Whose tensors are computed with and moved: a CPU's, CUDA's, and those of the accelerator of this PyTorch."""
+    """Return the device types that the package supports: "cpu", "cuda", and the accelerator of this PyTorch build."""
     generic = _generic_type()
     return ("cpu", "cuda") if generic is None else ("cpu", "cuda", generic)
 
 
 def current_device() -> torch.device | None:
-    """The calling thread's; ``None`` while no device is in use. Starts none."""
+    """Return the calling thread's current device; ``None`` while no device is in use. Starts none."""
     if _CUDA.is_initialized():
         return torch.device("cuda", _CUDA.current_device())
     kind = _generic_type()
@@ -296,7 +296,7 @@ def current_device() -> torch.device | None:
 
 
 def set_current_device(device: torch.device) -> None:
-    """Make it the calling thread's."""
+    """Make ``device`` the calling thread's current device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -314,7 +314,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def is_capturing() -> bool:
-    """Whether the calling thread's current stream records a graph. Starts no device."""
+    """Return whether the calling thread's current stream captures a graph. Starts no device."""
     if _CUDA.is_initialized():
         return torch.cuda.is_current_stream_capturing()
     device = current_device()
@@ -323,7 +323,7 @@ def is_capturing() -> bool:
 
 
 def _generic_type() -> str | None:
-    """Of the accelerator that this PyTorch was built with, or that was loaded into it; ``None``: none, or CUDA."""
+    """Return the device type of this PyTorch's accelerator, built in or loaded; ``None``: there is none, or CUDA."""
     known = torch.accelerator.current_accelerator()
     return None if known is None or known.type == "cuda" else known.type
 

@@ -1,4 +1,4 @@
-"""Calls back when the program imports a module, which may be never."""
+"""Call a function when the program imports a module, which may be never."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _AfterImport(MetaPathFinder):
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
-        # Of the others, since several may wait for one module.
+        # Ask the other finders, since several of this class may wait for one module.
         specs = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:

@@ -1,4 +1,4 @@
-"""What the processes of a run agree on, and how often they meet."""
+"""Let the processes of a run agree on values, and count the collectives that they have begun."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AllReduceMin = Callable[[Sequence[float]], list[float]]
 
 
 def have_same(names: Iterable[str], agree: AllReduceMin) -> bool:
-    """Whether all processes have the same names. All get the same answer."""
+    """Return whether all processes have the same names. Every process gets the same answer."""
     digest = zlib.crc32("\n".join(sorted(names)).encode())
     smallest, negative_largest = agree([digest, -digest])
     return smallest == -negative_largest
@@ -30,7 +30,7 @@ class MeetingCount:
 
     @property
     def has_grown(self) -> bool:
-        """Also where a backend does not count them: then nobody knows."""
+        """Whether a collective has begun. ``True`` if unknown, because some backends do not count them."""
         now = _num_collectives()
         return now is None or now != self._before
 

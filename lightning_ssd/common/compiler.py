@@ -1,4 +1,4 @@
-"""What ``torch.compile`` sees of this package, and what user code that is only tried hides from it."""
+"""Keep ``torch.compile`` out of this package, and out of user code that the package only tries."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _hidden: list[str] = []
 def compiler_is_at_work() -> bool:
     """Return whether this call is traced, or is called by code that ``torch.compile`` runs as it is.
 
-    What PyTorch disables the compiler for (``torch.utils.checkpoint``) would also disable it for code below that plain
-    training compiles, which then has other bits.
+    A caller that disables the compiler (as ``torch.utils.checkpoint`` does) also disables it for the code that it
+    calls. Plain training compiles that code, so that the bits would differ.
     """
     return torch.compiler.is_compiling() or _frame_callback() is not None
 
@@ -58,8 +58,8 @@ _uncompiled = _Uncompiled()
 def uncompiled() -> AbstractContextManager[None]:
     """Run compiled functions as they were written, for a trial of user code under a mode of ``__torch_dispatch__``.
 
-    Dynamo compiles nothing under such a mode. It marks what it meets there as never to be compiled, for the whole
-    process, unless it is told to stand aside. Other threads run uncompiled meanwhile, too.
+    Dynamo compiles nothing under such a mode, and marks each function that it meets there as never to be compiled, for
+    the whole process. This stance prevents that. Other threads run uncompiled meanwhile, too.
     """
     return _uncompiled
 

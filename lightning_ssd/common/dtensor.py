@@ -1,12 +1,12 @@
-"""Tensors of which each process has a part: DTensors, and what FSDP2 gathers from them for a while.
+"""Read and build DTensors, and find the shards of FSDP2 and the parameters that it has gathered from them.
 
 Note: FSDP2's unsharded parameters
     ``fully_shard`` keeps one ``FSDPParam`` per parameter. Its ``all_gather_outputs`` are made by the first all-gather
     and stay the same tensors from then on: resharding resizes their storages to nothing, the next all-gather resizes
     them back and writes into them. The parameter that a module's forward sees (``_unsharded_param``) is a view of them,
     and so is what autograd saves of it. With all-gather extensions (float8, say) it is made of
-    ``_unsharded_inner_tensors``, which are resized in the same way. Holding such a tensor holds no memory; but
-    whoever takes its storage for an activation's reads memory that has been freed meanwhile.
+    ``_unsharded_inner_tensors``, which are resized in the same way. Holding such a tensor holds no memory. Code that
+    takes its storage for an activation's would read memory that FSDP2 has freed.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ __all__ = [
 
 
 def _module() -> Any:
-    """PyTorch's DTensors; ``None`` while nobody has imported them, so that there is none."""
+    """Return PyTorch's DTensor module; ``None`` until the program has imported it, since no DTensor exists before."""
     return sys.modules.get("torch.distributed.tensor")
 
 
 def is_shard(value: object) -> bool:
-    """Whether this is a DTensor."""
+    """Return whether ``value`` is a DTensor."""
     module = _module()
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor: the local part of a DTensor, all of any other. Same memory."""
+    """Return this process' part of a tensor: the local part of a DTensor, else the tensor itself. Copies nothing."""
     if not is_shard(tensor):
         return tensor
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
@@ -65,12 +65,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_shape(tensor: torch.Tensor) -> bool:
-    """Whether it is more than a lazy module's promise of a parameter."""
+    """Return whether ``tensor`` has a shape; an uninitialized parameter or buffer of a lazy module has none."""
     return not isinstance(tensor, UninitializedParameter | UninitializedBuffer)
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where the storage of what this process has begins, as :func:`place_of`; 0: it has no memory that can be told."""
+    """Return :func:`place_of` for this process' part of a tensor; 0 if that has no strided memory."""
     if not has_shape(tensor):
         return 0
     local = local_of(tensor)
@@ -81,14 +81,14 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def spec_of(tensor: torch.Tensor) -> Any:
-    """How a DTensor is spread; ``None`` for any other tensor."""
+    """Return the spec (mesh and placements) of a DTensor; ``None`` for any other tensor."""
     return tensor._spec if is_shard(tensor) else None  # type: ignore[attr-defined]
 
 
 def wrap(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """The DTensor of which ``local`` is this process' part; ``local`` itself if ``spec`` is ``None``.
+    """Return the DTensor of which ``local`` is this process' part; ``local`` itself if ``spec`` is ``None``.
 
-    Not ``DTensor.from_local``, which would bring what is mapped from a file to the mesh's device.
+    ``DTensor.from_local`` would copy memory that is mapped from a file to the mesh's device.
     """
     if spec is None:
         return local
@@ -97,17 +97,18 @@ def wrap(local: torch.Tensor, spec: Any) -> torch.Tensor:
     if local.storage_offset() == 0:
         tensor: torch.Tensor = _module().DTensor(local, spec, requires_grad=False)
         return tensor
-    # It takes over the offset, by which deepcopy would take it for a tensor with a storage of its own.
+    # The constructor would take over the offset, and deepcopy would then copy it as a tensor with its own storage.
     tensor = _module().DTensor(local.new_empty(0), spec, requires_grad=False)
     tensor._local_tensor = local  # type: ignore[attr-defined]
     return tensor
 
 
 def as_piece(flat: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Contiguous ``flat``, a slice of this process' part of ``whole``, as a tensor of the same kind.
+    """Return ``flat``, a contiguous slice of this process' part of ``whole``, as a DTensor if ``whole`` is one.
 
     Optimizers choose their implementation by the type of their parameters, so that slices of a DTensor have to be
-    DTensors. Each process has its own; as "replicated" ones no elementwise operation talks to the others.
+    DTensors. Each process has other slices. They are marked as replicated, because elementwise operations on replicated
+    DTensors do not communicate.
     """
     if not is_shard(whole):
         return flat
@@ -118,20 +119,20 @@ def as_piece(flat: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def even_numel(tensor: torch.Tensor) -> int:
-    """Elements of the largest part of ``tensor`` that any process has: the same number in all of them."""
+    """Return the elements of the largest part that any process has of ``tensor``. All processes get the same number."""
     spec = spec_of(tensor)
     if spec is None:
         return tensor.numel()
     num_parts = 1
     for number, placement in enumerate(spec.placements):
-        # Not only `Shard`: what is sharded over two dimensions of a mesh has a class of its own.
+        # Not only `Shard`: a placement that shards over two dimensions of a mesh has a class of its own.
         if hasattr(placement, "dim"):
             num_parts *= spec.mesh.size(number)
     return -(-tensor.numel() // num_parts)
 
 
 class Gathered:
-    """What one parameter of FSDP2 becomes while it is gathered; see the note above.
+    """Finds the tensors that hold one parameter of FSDP2 while it is gathered; see the note above.
 
     Args:
         fsdp_param: FSDP2's ``FSDPParam``.
@@ -141,14 +142,14 @@ class Gathered:
         self._fsdp_param = weakref.ref(fsdp_param)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Nothing before the first all-gather."""
+        """Return these tensors; empty before the first all-gather."""
         fsdp_param = self._fsdp_param()
-        # Without defaults: should a PyTorch name them otherwise, an error is better than what would come of it.
+        # No getattr() with a default: should a PyTorch rename them, an error is better than wrong bytes.
         return [] if fsdp_param is None else [*fsdp_param.all_gather_outputs, *fsdp_param._unsharded_inner_tensors]
 
 
 def gathered_of(module: torch.nn.Module) -> Iterator[Gathered]:
-    """Of all parameters that FSDP2 manages in ``module`` and below; nothing where it does not."""
+    """Yield a :class:`Gathered` for each parameter that FSDP2 manages in ``module`` and its submodules."""
     for _, group in _groups_of(module):
         yield from map(Gathered, group.fsdp_params)
 
@@ -157,7 +158,7 @@ class ShardedGroup:
     """Parameters that FSDP2 gathers together, of one module or several.
 
     Args:
-        name: of the first module.
+        name: name of the first module.
         group: FSDP2's ``FSDPParamGroup``; ``None``: it is not made yet.
     """
 
@@ -167,7 +168,7 @@ class ShardedGroup:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other process has shards of it: then nothing is gathered, and shards are copied."""
+        """Whether no other process has shards of it. FSDP2 then copies the shards instead of gathering."""
         return getattr(self.group.mesh_info, "shard_mesh_size", 1) == 1
 
 
@@ -175,7 +176,7 @@ class ShardedParameter:
     """A parameter of which FSDP2 has cut a shard for each process.
 
     Args:
-        group: that it is gathered with.
+        group: the group that it is gathered with.
         fsdp_param: FSDP2's ``FSDPParam``.
     """
 
@@ -185,27 +186,27 @@ class ShardedParameter:
 
     @property
     def parameter(self) -> torch.Tensor:
-        """The DTensor that optimizers get, whatever the module shows just now."""
+        """The DTensor that the optimizer has, also while the module shows the gathered parameter."""
         parameter: torch.Tensor = self._fsdp_param.sharded_param
         return parameter
 
     @property
     def names(self) -> list[tuple[torch.nn.Module, str]]:
-        """Modules that have it, and as what."""
+        """Each module that has the parameter, with the parameter's name in it."""
         info = self._fsdp_param._module_info
         return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
     def holders(self) -> list[torch.Tensor]:
-        """The shard as the DTensor has it, and all other tensors of FSDP2's over the same memory.
+        """Return the local tensor of the DTensor, and all other tensors of FSDP2 over the same memory.
 
-        ``_sharded_param_data`` is what is gathered: the shard with zeros behind it where parts are uneven.
+        FSDP2 gathers ``_sharded_param_data``: the shard, padded with zeros where parts are uneven.
         """
         local = local_of(self.parameter)
         if local.is_meta:
             return [local]
         if self._fsdp_param._sharded_param_data.is_meta:
-            # Parameters were made on the meta device, and their modules have got memory one by one. FSDP2 would look
-            # for it in the first forward.
+            # The parameters were made on the meta device, and their modules have got memory since. FSDP2 itself would
+            # take that memory over in the first forward.
             self._fsdp_param.reset_sharded_param()
             local = local_of(self.parameter)
         flat = self._fsdp_param._sharded_param_data
@@ -216,7 +217,7 @@ class ShardedParameter:
 
 
 def sharded_of(module: torch.nn.Module) -> Iterator[ShardedParameter]:
-    """All parameters that FSDP2 manages in ``module`` and below."""
+    """Yield all parameters that FSDP2 manages in ``module`` and its submodules."""
     for name, group in _groups_of(module):
         own = ShardedGroup(name, group)
         for fsdp_param in group.fsdp_params:
@@ -224,7 +225,7 @@ def sharded_of(module: torch.nn.Module) -> Iterator[ShardedParameter]:
 
 
 class CutWatch:
-    """Tells of each shard as soon as FSDP2 has cut it, or has found other memory for it, until it is removed.
+    """Calls ``told`` with each shard as soon as FSDP2 has cut it, or has given it other memory, until it is removed.
 
     Args:
         told: called with the shard.
@@ -249,7 +250,7 @@ class CutWatch:
                     setattr(fsdp.FSDPParam, name, _telling(earlier, self._all))
 
     def remove(self) -> None:
-        """Nothing is told any more. Idempotent."""
+        """Stop the calls. Idempotent."""
         with self._lock:
             if self in self._all:
                 self._all.remove(self)
@@ -269,14 +270,14 @@ def _telling(method: Callable[..., Any], watches: Sequence[CutWatch]) -> Callabl
 
 
 def has_groups_within(module: torch.nn.Module) -> bool:
-    """Whether FSDP2 gathers parts of a module on their own while its forward runs."""
+    """Return whether FSDP2 gathers submodules of ``module`` one by one while its forward runs."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind: Any = getattr(fsdp, "FSDPModule", None)
     return kind is not None and any(isinstance(child, kind) for child in module.modules() if child is not module)
 
 
 def _groups_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """FSDP2's groups in ``module`` and below, each once, with the name of the first module."""
+    """Yield each group of FSDP2 in ``module`` and its submodules once, after the name of the group's first module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if not hasattr(fsdp, "FSDPModule"):
         return

@@ -1,4 +1,4 @@
-"""The end of what nobody has closed: it was dropped, or it is open when the interpreter goes."""
+"""Close owners of threads and files that the program has dropped, or has left open when the interpreter exits."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ __all__ = ["Closable", "Unclosed", "close_at_exit"]
 
 
 class Closable(Protocol):
-    """Has threads and files while it is open."""
+    """An owner of threads and files."""
 
     def abort(self) -> None:
         """Drop queued work."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release threads and files. Idempotent."""
 
 
 class Unclosed(weakref.ref[Closable]):
-    """Watches an open owner. When it is dropped, C code alone runs there and starts a thread: a ``KeyboardInterrupt``
-    in Python code that runs when something dies would be lost.
+    """Watches an open owner, and starts a thread that closes its resources when the owner is dropped.
+
+    Only C code runs at the drop: a ``KeyboardInterrupt`` in a Python finalizer would be lost.
     """
 
     __slots__ = ("start",)
@@ -36,7 +37,7 @@ class Unclosed(weakref.ref[Closable]):
     start: Callable[[], object]
 
     def detach(self) -> None:
-        """The owner has closed itself."""
+        """Stop watching, because the owner has closed itself."""
         self.start = bool  # does nothing
         _OPEN.pop(id(self), None)
 
@@ -46,10 +47,10 @@ _start = operator.methodcaller("start")
 
 
 def close_at_exit(owner: Closable, resources: ExitStack) -> Unclosed:
-    """Close ``resources`` when their owner is dropped, and the owner when the interpreter goes.
+    """Close ``resources`` when their owner is dropped, and the owner when the interpreter exits.
 
     Returns:
-        To be detached by an owner that closes itself.
+        The watch. An owner that closes itself calls its ``detach()``.
     """
     watch = Unclosed(owner, _start)
     watch.start = partial(_thread.start_new_thread, _close_elsewhere, (resources, os.getpid(), id(watch)))
@@ -58,23 +59,26 @@ def close_at_exit(owner: Closable, resources: ExitStack) -> Unclosed:
 
 
 def _close_elsewhere(resources: ExitStack, pid: int, number: int) -> None:
-    """For an owner that was dropped, perhaps by the garbage collector under a lock that a worker waits for, perhaps in
-    a worker: so nothing is joined there.
+    """Start the thread that closes the resources of a dropped owner.
+
+    The garbage collector may drop the owner under a lock that a worker waits for, or in a worker. So the dropping
+    thread joins nothing.
     """
     _OPEN.pop(number, None)
     if os.getpid() == pid:
-        # Said, since else the new thread asks this one, which C has started, and makes an object for it that stays.
+        # daemon= is given because the new thread would else ask this one for it. This one was started by C, so that
+        # threading would make an object for it that stays for ever.
         threading.Thread(target=resources.close, name="lightning_ssd-close", daemon=False).start()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Close each before the interpreter goes, so that no daemon thread touches a dying torch."""
+    """Close each open owner before the interpreter exits, because daemon threads would then use a dying torch."""
     _close_each([owner for watch in list(_OPEN.values()) if (owner := watch()) is not None])
 
 
 def _close_each(owners: list[Closable]) -> None:
-    """Close each, whatever another one raises. The last error is raised, with those before it as its context."""
+    """Close each owner even if another one raises. Raise the last error, with the earlier ones as its context."""
     if owners:
         try:
             owners[0].abort()

@@ -1,4 +1,4 @@
-"""Numbers and names in sentences: sizes in one unit, nouns in the right number, names that stay names. Pure."""
+"""Format sizes, counts and names for messages. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _DECIMAL = (("TB", 10**12, 2), ("GB", 10**9, 2), ("MB", 10**6, 1))
 
 
 def format_sizes(*sizes: float, decimal: bool = False) -> list[str]:
-    """Sizes of one sentence, in one unit, so that they can be compared at a glance.
+    """Format the sizes of one sentence in one unit, so that they can be compared at a glance.
 
-    The largest one chooses the unit, which has the same digits for all. One that they would tell as nothing is told as
-    less than their last one: ``<0.01 GiB``.
+    The largest size determines the unit, and all have the same number of digits. A size that would be rounded to zero
+    is shown as less than the last digit: ``<0.01 GiB``.
 
     Args:
         sizes: in bytes.
@@ -29,7 +29,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def as_setting(nbytes: int) -> str:
-    """Return a size as a setting takes it, such as ``"470MiB"``: never less than the bytes, at most 0.1 % more."""
+    """Return a size as text for a setting, such as ``"470MiB"``: never less than the bytes, at most 0.1 % more."""
     for unit, unit_bytes in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes and (nbytes % unit_bytes == 0 or nbytes >= unit_bytes << 10):
             return f'"{-(-nbytes // unit_bytes)}{unit}"'
@@ -37,16 +37,16 @@ def as_setting(nbytes: int) -> str:
 
 
 def pluralize(number: int, one: str, many: str) -> str:
-    """``1 pass``, ``2 passes``.
+    """Return a number with its noun: ``1 pass``, ``2 passes``.
 
     Args:
-        number: how many.
-        one: what follows if there is one.
-        many: what follows otherwise.
+        number: the number.
+        one: the noun after 1.
+        many: the noun after all other numbers.
     """
     return f"{number} {one if number == 1 else many}"
 
 
 def escape_control(name: object) -> str:
-    """A name that a user or another program chose, on one line and without codes that a terminal would obey."""
+    """Return a name that a user or another program chose on one line, without control codes for a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(name))

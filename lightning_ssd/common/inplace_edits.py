@@ -1,7 +1,7 @@
-"""Sees in-place edits of saved tensors, and reports them as PyTorch does.
+"""Detect in-place edits of saved tensors, and report them as PyTorch does.
 
 PyTorch compares the version of a saved tensor with the one at the time of saving, but only where no saved-tensor
-hooks are installed. With our hooks we must do it, on behalf of everything that passes through them.
+hooks are installed. This package installs hooks, so that it has to compare the versions itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Origin", "VersionProbe", "inplace_error", "owner_of", "resized_error
 
 
 class VersionProbe:
-    """Sees every in-place edit of a tensor and of its views, without holding their memory.
+    """Detects every in-place edit of a tensor and of its views, without holding their memory.
 
     ``detach()`` shares the version counter, and giving the detached tensor other (empty) data leaves its counter
     shared. An edit through ``tensor.data`` or through NumPy changes no counter; PyTorch does not see it either.
@@ -33,20 +33,21 @@ class VersionProbe:
         self.saved = tensor._version
 
     def shares_counter(self, tensor: torch.Tensor) -> bool:
-        """Whether edits of ``tensor`` are surely edits of ours. Equal storage and version do not say so.
+        """Return whether ``tensor`` surely has the version counter of the probed tensor.
 
-        ``tensor.data`` and ``unsafe_chunk`` (inside of GRU and LSTM cells) give counters of their own. One that came
-        by ``detach()`` shares ours, but only an edit would tell, which others would see.
+        Equal storage and version do not prove it: ``tensor.data`` and ``unsafe_chunk`` (inside of GRU and LSTM cells)
+        give counters of their own. A tensor from ``detach()`` shares the counter, but only an edit could show it, and
+        the program would see that edit. So the answer for it is ``False``.
         """
         return self._owner() is owner_of(tensor)
 
     def rebuild(self, spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The saved tensor over its reloaded bytes, and with its own version counter.
+        """Return the saved tensor over its reloaded bytes, with its own version counter.
 
-        So PyTorch and we see the edit of what was handed out, and of the original when the copy is saved again
-        (double backward).
+        Because of the counter, edits of the returned tensor are detected, and so are edits of the original after the
+        returned tensor was saved again (double backward).
         """
-        if torch.is_inference_mode_enabled():  # somebody looks at a graph in it: the view would be of another kind
+        if torch.is_inference_mode_enabled():  # user code inspects a graph: tensors made here would be of another kind
             with torch.inference_mode(False):
                 return self.rebuild(spec, storage)
         tensor = self._alias.detach()
@@ -60,20 +61,20 @@ class VersionProbe:
 
 
 def owner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose version counter this one has. It lives while any of its views does."""
+    """Return the tensor whose version counter ``tensor`` has: its base if it is a view. Views keep their base alive."""
     base = tensor._base
     return tensor if base is None else base
 
 
 class Origin(NamedTuple):
-    """Names the operation that made a tensor, for an error. Holds neither the tensor nor its graph."""
+    """The name of the operation that made a tensor, for an error. Holds neither the tensor nor its graph."""
 
     node_name: str
     output_nr: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Origin | None:
-        """Return ``None`` for a tensor that no operation made."""
+        """Return the origin of ``tensor``; ``None`` if no operation made it."""
         node = tensor.grad_fn
         return None if node is None else cls(node.name(), tensor.output_nr)
 
@@ -102,7 +103,7 @@ def inplace_error(
 
 
 def resized_error(expected: int, nbytes: int) -> RuntimeError:
-    """For a saved tensor whose storage had more bytes than it has now."""
+    """Return an error for a saved tensor whose storage has been resized to fewer bytes."""
     return RuntimeError(
         f"a saved tensor had {expected:,} bytes of memory and has {nbytes:,} now, because its storage was resized "
         "(untyped_storage().resize_()); keep it as it is until backward is over"

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of a short critical section."""
+"""Defer Ctrl-C to the end of a short critical section."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 __all__ = ["deferring_interrupts"]
 
 _PATIENCE_S = 3.0
-"""A further Ctrl-C so long after the first one is obeyed at once: the drive may hang."""
+"""A second Ctrl-C at least this long after the first one interrupts at once, because the drive may hang."""
 
 
 class deferring_interrupts:
-    """Around a critical section: SIGINT is noted, and its handler is called when the section is over.
+    """A context around a critical section: it notes SIGINT, and calls its handler when the section is over.
 
-    The section begins with the exchange of the handler, which C code does: before it nothing has begun, and after it
-    nothing is raised. Where the section raises, the ``KeyboardInterrupt`` has that error as its context. Signals other
-    than SIGINT are not deferred.
+    The section begins when C code exchanges the handler: before it no work has begun, and after it no interrupt is
+    raised. If the section raises, the ``KeyboardInterrupt`` has that error as its context. Signals other than SIGINT
+    are not deferred.
 
-    Does nothing within another section, in a thread other than the main one, and where SIGINT has no handler of Python.
-    Takes some microseconds: not for what each saved tensor goes through. No wait for bytes belongs in it.
+    It does nothing within another section, in other threads than the main one, and if SIGINT has no Python handler. It
+    takes some microseconds, which is too slow for each saved tensor. No wait for bytes belongs in it.
     """
 
     __slots__ = ("_came_s", "_handler")
@@ -41,7 +41,7 @@ class deferring_interrupts:
             signal.signal(signal.SIGINT, self)
         except ValueError:  # a thread of another interpreter
             self._handler = None
-        except BaseException:  # of another signal's handler, which came when the section had begun
+        except BaseException:  # another signal's handler has raised when the section had begun
             signal.signal(signal.SIGINT, handler)
             raise
 

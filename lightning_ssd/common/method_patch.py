@@ -1,4 +1,4 @@
-"""Something of ours in the place of one method of one module, which copies of the module do not take along."""
+"""Replace one method of one module by an object of this package, without replacing it in copies of the module."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["MethodPatch"]
 
 
 class MethodPatch:
-    """Stands in for a method of a module until it is removed. Who derives from it says what a call does.
+    """Replaces a method of a module until it is removed. Subclasses define what a call does.
 
-    Not hooks of the module: they are not told of a ``KeyboardInterrupt``, and copies of a module take its hooks with
-    them. Copies of this module (``copy.copy``, ``copy.deepcopy``, ``pickle``, ``torch.save``) are copies without us:
-    they have what stood there before, or the method of their class. Where a class copies the ``__dict__`` by a
-    ``__deepcopy__`` or ``__reduce__`` of its own, its copies get a bound method of theirs, which is a cycle.
+    Hooks of the module would not do: they do not run after a ``KeyboardInterrupt``, and copies of a module keep its
+    hooks. Copies of the patched module (``copy.copy``, ``copy.deepcopy``, ``pickle``, ``torch.save``) are unpatched:
+    they have the attribute that was there before, or the method of their class. A class whose own ``__deepcopy__`` or
+    ``__reduce__`` copies the ``__dict__`` is an exception. Its copies get a bound method of theirs, which is a cycle.
 
-    The module is held weakly: a module that holds itself is only freed by the garbage collector, with all its memory.
+    The patch holds the module weakly, because only the garbage collector would free a module in a cycle.
 
     Args:
         module: the module, or another object with attributes of its own.
-        name: of the method.
-        label: what to call the module in an error.
+        name: name of the method.
+        label: name of the module in errors.
     """
 
-    # No ``__dict__``: ``functools.update_wrapper`` would put what is in it into that of what wraps us.
+    # No ``__dict__``: ``functools.update_wrapper`` would copy its entries into the ``__dict__`` of a wrapper.
     __slots__ = ("__weakref__", "_earlier", "_is_removed", "_label", "_module", "_name")
 
     def __init__(self, module: Any, name: str = "forward", *, label: str = "the module") -> None:
@@ -43,11 +43,11 @@ class MethodPatch:
 
     @property
     def module(self) -> Any | None:
-        """Whose method it is; ``None``: the module is gone."""
+        """The patched module; ``None``: it is gone."""
         return self._module()
 
     def remove(self) -> None:
-        """Give the module its method back. Idempotent. Where somebody has replaced it since, theirs stays."""
+        """Give the module its method back. Idempotent. A method that the program has set since stays."""
         self._is_removed = True
         module = self._module()
         if module is None:
@@ -55,15 +55,15 @@ class MethodPatch:
         if module.__dict__.get(self._name) is self:
             earlier = self._earlier
             while isinstance(earlier, MethodPatch) and earlier._is_removed:
-                earlier = earlier._earlier  # removed before us, while we stood in front of it
+                earlier = earlier._earlier  # removed before this one, which had replaced it
             _put(module.__dict__, self._name, earlier)
         _StateWithoutUs.remove_last(module)
 
-    # -- a callable that looks like what it stands for -----------------------------------------------------------
+    # -- a callable that looks like the replaced method ----------------------------------------------------------
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """What we stand for; this is how ``inspect`` finds the signature."""
+        """The replaced method. ``inspect`` finds the signature by this name."""
         if self._earlier is not None:
             return self._earlier
         module = self._module()
@@ -79,17 +79,17 @@ class MethodPatch:
         return deepcopy(self.__wrapped__, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as what we stand for, so that the copy needs neither us nor the original's weights."""
+        """Pickle the replaced method, so that the copy needs neither this class nor the original's weights."""
         if self._earlier is not None:
             return operator.getitem, ((self._earlier,), 0)
         return getattr, (self._module(), self._name)
 
 
 class _StateWithoutUs(MethodPatch):
-    """What copies of a module are made of, as its class gives it, without stand-ins.
+    """Replaces the ``__getstate__`` of a module, so that the state for copies has no patches in it.
 
-    One per module, as long as it has others. Only here can an entry be left out of the copy's ``__dict__``: whatever
-    the copy of a stand-in itself were, it would have to hold the copy of the module.
+    A patched module has one of these. Only the state can leave an entry out of the copy's ``__dict__``: a copied patch
+    would have to hold the copied module.
     """
 
     __slots__ = ()
@@ -101,7 +101,7 @@ class _StateWithoutUs(MethodPatch):
         state = copy(state)  # it may be the module's own
         for name, value in list(state.items()):
             while isinstance(value, MethodPatch):
-                # Elsewhere, somebody keeps it to call it.
+                # Under another name or in another module, the program keeps it to call it.
                 is_at_its_place = value._name == name and value._module() is self._module()
                 value = value._earlier if is_at_its_place else value.__wrapped__
                 _put(state, name, value)
@@ -109,15 +109,15 @@ class _StateWithoutUs(MethodPatch):
 
     @staticmethod
     def remove_last(module: Any) -> None:
-        """Remove the module's one if nothing of ours stands in there any more."""
-        # By type: an attribute may be the proxy of something dead, which answers no question.
+        """Remove the module's ``__getstate__`` patch if no other patch is left there."""
+        # By type: an attribute may be a weak proxy of a dead object, on which isinstance() would raise.
         ours = [v for v in module.__dict__.values() if issubclass(type(v), MethodPatch) and not v._is_removed]
         if len(ours) == 1 and isinstance(ours[0], _StateWithoutUs):
             ours[0].remove()
 
 
 def _put(attributes: dict[str, Any], name: str, value: Any) -> None:
-    """Set an attribute; ``None``: there shall be none of this name."""
+    """Set an attribute; ``None``: delete it."""
     if value is None:
         del attributes[name]
     else:

@@ -1,4 +1,4 @@
-"""Names what the library does in a profiler's trace.
+"""Name the phases of the package in a profiler's trace.
 
 In PyTorch's profiler the names are ``record_function`` ranges, on any device; workers show with
 ``experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)``. On CUDA they are NVTX ranges,
@@ -38,7 +38,7 @@ R = TypeVar("R")
 _CUDA: Any = torch.cuda
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 _HAS_NVTX = torch.version.cuda is not None or torch.version.hip is not None
-"""Of other builds of PyTorch the functions raise."""
+"""Whether NVTX can be called: builds of PyTorch for other devices raise."""
 
 
 class _NvtxRange:
@@ -57,16 +57,16 @@ class _NvtxRange:
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Around a phase. Where there is neither a profiler nor CUDA: one context for all, which does nothing."""
+    """Return a context for one phase. Without a profiler and CUDA it is always the same context, which does nothing."""
     if profiler._is_profiler_enabled:  # by any thread; a function call that asks for this one costs more
         return torch.profiler.record_function(name)
-    if _HAS_NVTX and _CUDA.is_initialized():  # asking initialises nothing
+    if _HAS_NVTX and _CUDA.is_initialized():  # this call initialises nothing
         return _NvtxRange(name)
     return _NOTHING
 
 
 def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function all of which is one phase."""
+    """Decorate a function whose every call is one phase."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -1,8 +1,7 @@
-"""What is as it once was for a moment, and becomes again what it was: Ctrl-C or not.
+"""Temporarily set the program's state to an earlier one, and undo that even if Ctrl-C interrupts.
 
-An interrupt may come at the entry of any function, so also where things are about to be put back. So they are put back
-once more then, before the interrupt is raised; and what comes to its end in no way is noted, and put back when the
-next pass begins or when all is closed.
+An interrupt may come at the entry of any function, so also while the state is put back. It is then put back once more
+before the interrupt is raised. If that fails, too, the context stays noted. The next pass or ``close`` puts it back.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ _TRIES = 3
 
 
 class Meanwhile:
-    """A context.
+    """A context in which an earlier state is in force.
 
     Args:
-        enter: makes all as it once was.
-        leave: makes all as it was when this was made. May be called again, wherever an earlier call has got to.
+        enter: sets the earlier state.
+        leave: sets the state as of the construction. May be called again after an interrupt in an earlier call.
     """
 
     def __init__(self, enter: Callable[[], object], leave: Callable[[], object]) -> None:
@@ -40,26 +39,26 @@ class Meanwhile:
         self.put_back()
 
     def put_back(self) -> None:
-        """Leave, in spite of an interrupt, which is raised then."""
+        """Set the state as of the construction; raise an interrupt that comes meanwhile afterwards."""
         interrupt: BaseException | None = None
         for _ in range(_TRIES):
             try:
                 self._leave()
                 break
-            except Exception:  # not of a signal: it would come again
+            except Exception:  # not by a signal: a further try would raise it again
                 _forget(self)
                 raise
             except BaseException as error:
                 interrupt = error
         else:
-            raise interrupt  # type: ignore[misc]  # it is noted still
+            raise interrupt  # type: ignore[misc]  # the context stays noted
         _forget(self)
         if interrupt is not None:
             raise interrupt
 
 
 _OPEN: dict[int, list[Meanwhile]] = {}
-"""By thread. Only the main thread is interrupted, but others, too, run blocks again, at the same time."""
+"""Contexts under way, by thread. Only the main thread is interrupted, but other threads recompute blocks, too."""
 
 
 def _noted() -> list[Meanwhile]:
@@ -75,7 +74,7 @@ def _forget(done: Meanwhile) -> None:
 
 
 def put_back_the_rest(number: int) -> None:
-    """Of this thread's, all but the ``number`` oldest, the newest first."""
+    """Put back this thread's noted contexts except the ``number`` oldest ones, the newest first."""
     interrupt: BaseException | None = None
     while len(noted := _OPEN.get(threading.get_ident(), [])) > number:
         newest = noted[-1]
@@ -90,11 +89,11 @@ def put_back_the_rest(number: int) -> None:
 
 
 def num_noted() -> int:
-    """How many of this thread's have not come to their end."""
+    """Return how many contexts of this thread have not been put back."""
     return len(_OPEN.get(threading.get_ident(), []))
 
 
 def put_back_all() -> None:
-    """Whatever an interrupt has left of this thread's. Nothing, where a backward runs: it is at it."""
+    """Put back all contexts that an interrupt has left in this thread. Does nothing in a backward, which uses them."""
     if _OPEN and torch._C._current_autograd_node() is None:
         put_back_the_rest(0)

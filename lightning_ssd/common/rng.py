@@ -1,7 +1,7 @@
-"""Where random numbers come from: the state that a source is in, and putting a source into a state.
+"""Read and restore the states of random number generators.
 
-PyTorch's checkpoint looks after PyTorch's default generators. A model may have generators of its own, and may ask
-Python or NumPy.
+PyTorch's checkpoint handles PyTorch's default generators. A model may also have generators of its own, or draw from
+those of Python and NumPy.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ __all__ = ["RandomStates", "Source", "default_sources", "shared_sources", "sourc
 
 
 class Source(NamedTuple):
-    """One source of random numbers."""
+    """One generator of random numbers."""
 
     read: Callable[[], Any]
-    """Gives a state that later numbers do not change."""
+    """Returns a copy of the present state."""
     write: Callable[[Any], object]
-    """Takes such a state."""
+    """Sets the state to such a copy."""
     is_same: Callable[[Any, Any], bool]
-    """Whether two such states are equal."""
+    """Whether two such copies are equal."""
 
 
 class RandomStates:
-    """What random numbers will come next from some sources."""
+    """States of several sources at one time."""
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
         self._states = [(source, source.read()) for source in sources]
 
     def add(self, source: Source) -> None:
-        """One more, as it is now."""
+        """Add a source with its present state."""
         self._states.append((source, source.read()))
 
     def forget_unused(self) -> None:
-        """Leave alone from now on where nobody has drawn since."""
+        """Drop the sources whose state is unchanged: no code has drawn from them since."""
         self._states = list(filter(_is_used, self._states))
 
     def now(self) -> RandomStates:
-        """The same sources as they are now."""
+        """Return the present states of these sources."""
         return RandomStates(source for source, _ in self._states)
 
     def restore(self) -> None:
-        """Nobody has drawn."""
+        """Set each source to its state here."""
         for source, state in self._states:
             source.write(state)
 
@@ -58,7 +58,7 @@ def _is_used(pair: tuple[Source, Any]) -> bool:
 
 
 def source_of(value: object) -> Source | None:
-    """The source that an object is; ``None``: it is none that we know."""
+    """Return the source for a generator object; ``None``: ``value`` is of no known kind of generator."""
     if isinstance(value, torch.Generator):
         return _of_torch(value)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
@@ -76,7 +76,7 @@ def source_of(value: object) -> Source | None:
 
 
 def shared_sources() -> list[Source]:
-    """Those of Python and of NumPy that every module may ask."""
+    """Return the global generators of Python and NumPy."""
     sources = [Source(random.getstate, random.setstate, operator.eq)]
     numpy_random = _numpy_random()
     if numpy_random is not None:
@@ -85,7 +85,7 @@ def shared_sources() -> list[Source]:
 
 
 def default_sources(devices: Iterable[torch.device]) -> list[Source]:
-    """PyTorch's own, of the CPU and of these devices, which are those of tensors: they have a number."""
+    """Return PyTorch's default generators of the CPU and of ``devices``, which have indices, as tensors' devices do."""
     generators = [torch.default_generator]
     for device in {device for device in devices if device.type not in ("cpu", "meta")}:
         known = getattr(torch.get_device_module(device), "default_generators", ())
@@ -98,12 +98,12 @@ def _of_torch(generator: torch.Generator) -> Source:
 
 
 def _is_same_state(one: Any, other: Any) -> bool:
-    """For those of NumPy: names, numbers and arrays in dictionaries."""
+    """Compare states of NumPy: names, numbers and arrays, in nested dictionaries."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_is_same_state(item, other[key]) for key, item in one.items())
     return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
 
 
 def _numpy_random() -> Any:
-    """Asked for where it would be: who has not imported it has drawn nothing from it."""
+    """Return ``numpy.random``; ``None`` if the program has not imported it, since it cannot have drawn from it."""
     return sys.modules.get("numpy.random")

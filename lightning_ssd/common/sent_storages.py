@@ -1,8 +1,9 @@
-"""Memory of a CUDA device that was sent to other processes.
+"""Record which memory of a CUDA device was sent to other processes.
 
-PyTorch says of all memory of a CUDA device that it is shared, since it could be sent. What was sent is in the cache of
-the module that does it: but by the handle of an allocation of the device, in which many storages lie, so that the cache
-knows the last one alone. What this process has received has an entry of its own.
+PyTorch reports all memory of a CUDA device as shared, since it could be sent. The cache of
+``torch.multiprocessing.reductions`` names storages that were sent, but by the handle of the device's allocation. Many
+storages lie in one allocation, and the cache knows only the last one. Each storage that this process has received has
+an entry of its own.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from lightning_ssd.common.tensors import StorageKey
 __all__ = ["is_in_other_processes", "noting_sent", "sending_is_noted"]
 
 _sent: dict[int, StorageKey] = {}
-"""By their addresses, which are not lent again as long as the keys live."""
+"""Storages that were sent, by the addresses of their structs, which are not reused while the keys live."""
 _MIN_LIMIT = 128
 _FILE = b"/torch_"
-"""As all names of PyTorch's files in shared memory begin."""
+"""Beginning of the names of PyTorch's files in shared memory."""
 
 
 class _Noting:
-    """Of this process."""
+    """State of the record in this process."""
 
     has_missed = False
-    """Whether storages may have been sent that nobody knows of."""
+    """Whether storages may have been sent before the record began."""
     limit = _MIN_LIMIT
 
 
 def is_in_other_processes(storage: torch.UntypedStorage) -> bool:
-    """Whether another process may have the memory, too."""
+    """Return whether another process may have the memory of ``storage``, too."""
     if storage.device.type == "cpu":
         return storage.is_shared()
     if _Noting.has_missed or storage._cdata in _sent:
@@ -42,18 +43,18 @@ def is_in_other_processes(storage: torch.UntypedStorage) -> bool:
 
 
 def sending_is_noted() -> None:
-    """From now on, by :func:`noting_sent`. Beside what PyTorch's cache has and is alive there may be more."""
+    """Note that the record begins now. Storages in the allocations of PyTorch's cache may have been sent before."""
     cache = list(reductions.shared_cache.items())
     _Noting.has_missed = any(_is_of_allocation(key) and not known.expired() for key, known in cache)
 
 
 def _is_of_allocation(key: object) -> bool:
-    """Not the name of a file, by which memory of a CPU is shared (torch.multiprocessing's "file_system")."""
+    """Return whether a key is a handle of an allocation, not the name of a file with shared memory of a CPU."""
     return isinstance(key, bytes) and not key.startswith(_FILE)
 
 
 def noting_sent(share: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in for ``UntypedStorage._share_cuda_``, by which all memory of a device is sent."""
+    """Return a replacement of ``UntypedStorage._share_cuda_``, which sends memory of a device, that records each."""
 
     def share_and_note(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         _note(storage)

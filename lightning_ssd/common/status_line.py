@@ -1,4 +1,4 @@
-"""One line on the terminal about work that takes long; it is gone when the work is over."""
+"""Show one line on the terminal while work takes long, and remove it when the work is over."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["DELAY_S", "StatusLine"]
 T = TypeVar("T")
 
 DELAY_S = 0.5
-"""Work that takes less time is not worth a word."""
+"""Work that takes less time shows no line."""
 _REDRAW_S = 0.1
 _ERASE_REST = "\x1b[K"
 
 
 class StatusLine:
-    """A context manager around the work, which draws by :meth:`update`: there is no thread.
+    """A context manager around the work, which draws the line in :meth:`update`. It has no thread.
 
-    Nothing is written unless standard error is a terminal, so that log files stay quiet; nor by another process than
-    the first one of a run, or another thread than the main one. The cursor stays at the beginning of the line: a
-    message or a progress bar that somebody else prints meanwhile takes its place.
+    It writes only if standard error is a terminal, so that log files stay clean. Only the first process of a run
+    writes, and only its main thread. The cursor stays at the beginning of the line, so that other output (a message, a
+    progress bar) overwrites the line.
 
     Args:
-        doing: what is being done; ``None``: nothing is ever drawn.
-        delay_s: work that is over by then is never shown; 0: the line is drawn at once.
+        doing: the text of the line; ``None``: nothing is ever drawn.
+        delay_s: work that takes less time shows no line; 0: the line is drawn at once.
     """
 
     def __init__(self, doing: str | None, *, delay_s: float = DELAY_S) -> None:
@@ -54,7 +54,7 @@ class StatusLine:
         return self._terminal is not None
 
     def update(self, done_bytes: float = 0, total_bytes: float = 0) -> None:
-        """Draw the line if the work has taken long enough, and a moment has passed since the last time.
+        """Draw the line if the work has taken ``delay_s``, and a moment has passed since the last time.
 
         Args:
             done_bytes: how much of the work is done.
@@ -74,11 +74,13 @@ class StatusLine:
         self._write((escape_control(self._doing) + amount)[: _num_columns(self._terminal) - 1])
 
     def over(self, items: Sequence[T], nbytes: Callable[[T], float]) -> Iterator[T]:
-        """Yield the items, while the line tells how many of their bytes are done. Whoever leaves early clears it.
+        """Yield the items, while the line shows how many of their bytes are done.
+
+        A caller that leaves the loop early has to clear the line.
 
         Args:
             items: the parts of the work.
-            nbytes: of one of them.
+            nbytes: returns the bytes of one of them.
         """
         done_bytes, total_bytes = 0.0, sum(map(nbytes, items))
         for item in items:
@@ -104,7 +106,7 @@ class StatusLine:
 
 
 def _terminal() -> TextIO | None:
-    """Standard error, if somebody sees it and nobody else draws there."""
+    """Return standard error if it is a terminal and no other live display draws on it."""
     stream = sys.__stderr__
     # While a live display of rich is on (Lightning's RichProgressBar), sys.stderr is a stand-in, which would print the
     # line above it, for good.

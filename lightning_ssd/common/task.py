@@ -1,4 +1,4 @@
-"""One call in a thread of its own, whose result is asked for later."""
+"""Run one call in a thread of its own, and return its result later."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Task(Generic[T]):
-    """Runs a call in a daemon thread. An interrupted wait for it leaves no lock taken, as one for a ``Future`` may.
+    """Runs a call in a daemon thread. An interrupted wait leaves no lock taken, unlike one for a ``Future``.
 
     Args:
-        work: what to call.
-        name: of the thread.
+        work: the call.
+        name: name of the thread.
     """
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
@@ -33,10 +33,10 @@ class Task(Generic[T]):
         self._is_begun = False
 
     def start(self) -> None:
-        """Begin.
+        """Start the thread.
 
         Raises:
-            RuntimeError: there can be no more threads, or the interpreter is going.
+            RuntimeError: there can be no more threads, or the interpreter is exiting.
         """
         with deferring_interrupts():  # in Thread.start it might leave a thread that never begins
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
@@ -52,14 +52,14 @@ class Task(Generic[T]):
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, however."""
+        """Whether the call has returned or raised."""
         return self._ended.is_open
 
     def wait(self, doing: str | None = None) -> None:
-        """Block until it has ended. Returns at once where it was never started.
+        """Block until the call has ended. Returns at once if it was never started.
 
         Args:
-            doing: what a terminal is told meanwhile, if it takes long.
+            doing: text of a status line on the terminal, if it takes long.
         """
         if not self._is_begun:
             return
@@ -71,11 +71,11 @@ class Task(Generic[T]):
         self._ended.wait()
 
     def wait_for(self, timeout_s: float) -> bool:
-        """Block until it has ended, but no longer than this; return whether it has. For one thread at a time."""
+        """Block up to ``timeout_s`` until the call has ended; return whether it has. For one thread at a time."""
         return not self._is_begun or self._ended.wait_for(timeout_s)
 
     def result(self) -> T:
-        """Return what it has returned, once it has ended. Raises what it has raised."""
+        """Wait for the call, and return its result or raise its error."""
         self.wait()
         if self._error is not None:
             raise copy_of(self._error)

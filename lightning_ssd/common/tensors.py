@@ -1,10 +1,10 @@
-"""How a saved tensor is named, described and rebuilt, without holding its memory.
+"""Name, describe and rebuild a saved tensor, without holding its memory.
 
-Three small things, none of which moves a byte:
+Three small classes, none of which moves a byte:
 
 * :class:`StorageKey`: identity of the memory under a tensor, held weakly;
 * :class:`TensorSpec`: how to rebuild one view over a storage;
-* :class:`Region`: an address range, which is all that storage code gets to see.
+* :class:`Region`: an address range, which is all that storage code gets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-"""Tensors of these very types, not of subclasses, are nothing but a view of a storage."""
+"""Tensors of exactly these types, not of subclasses, are plain views of a storage."""
 
 # A ctypes array would do the same, but makes a new class for each length, which only the garbage collector frees.
 _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -46,24 +46,24 @@ _ADDRESS_BITS = 64
 
 
 class Region(NamedTuple):
-    """``nbytes`` bytes of memory at ``address``. Whoever makes one keeps its memory alive while it is used."""
+    """``nbytes`` bytes of memory at ``address``. Its maker keeps the memory alive while the region is used."""
 
     address: int
     nbytes: int
 
     @classmethod
     def of(cls, storage: torch.UntypedStorage) -> Region:
-        """The whole of a storage."""
+        """Return the region of a whole storage."""
         return cls(storage.data_ptr(), storage.nbytes())
 
     def view(self) -> memoryview:
-        """The bytes themselves, writable. Valid while the memory is."""
+        """Return a writable view of the bytes. It is valid as long as the memory."""
         view: memoryview = _view_memory(self.address, self.nbytes, _WRITABLE)
         return view
 
 
 class Piece(NamedTuple):
-    """Some elements of a tensor's flat form; of a DTensor, of what this process has of it."""
+    """A range of elements of a tensor's flat form; for a DTensor, of this process' part."""
 
     tensor: torch.Tensor
     start: int
@@ -73,27 +73,29 @@ class Piece(NamedTuple):
 
 
 def class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
-    """Its class; of a weight that waits away from its device, the class that it has wherever it is used."""
+    """Return the class of ``tensor``; for a weight that is offloaded from its device, the class that it has in use."""
     kind = type(tensor)
     return getattr(kind, "own_class_when_used", kind)
 
 
 def give_gradient(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Set the gradient of a slice or a copy of a parameter: of another type where the parameter may have such a one."""
+    """Set the gradient of a slice or a copy of a parameter, also one of another dtype than the parameter's."""
     if gradient.dtype != tensor.dtype:
         tensor.grad_dtype = gradient.dtype
     tensor.grad = gradient
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Its storage. A subclass of tensors is not asked, which might bring bytes there that nobody wants."""
+    """Return the storage of ``tensor``. Bypasses ``__torch_function__``, by which a subclass might load its bytes."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.untyped_storage()
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """Where the memory of its storage begins: an address; of a storage whose memory is gone for now (a weight that
-    waits, or what FSDP2 has resharded) a number that is no address, and that no other storage has.
+    """Return a number that identifies the memory of a tensor's storage: its address.
+
+    A storage may have no memory for now (an offloaded weight, or a parameter that FSDP2 has resharded). Its number is
+    no address, and no other storage has it.
     """
     storage = storage_of(tensor)
     return storage.data_ptr() if storage.nbytes() else storage._cdata << _ADDRESS_BITS
@@ -106,8 +108,8 @@ class StorageKey:
     ``StorageKey`` lives, its ``StorageImpl`` struct (not its memory) stays allocated, so that ``cdata`` cannot
     name another storage.
 
-    Note [dying in C]: no Python code runs when one dies, because a ``KeyboardInterrupt`` that came in there would be
-    lost. The weak reference of Python notes the death, and the next key gives back what the dead ones held.
+    Note [dying in C]: no Python code runs when a key dies, because a ``KeyboardInterrupt`` in a finalizer would be
+    lost. The key's weak reference appends itself to a queue, in C. The next key releases what the dead ones held.
     """
 
     __slots__ = ("__weakref__", "_weak", "cdata")
@@ -120,11 +122,11 @@ class StorageKey:
             _give_back()
 
     def alive(self) -> bool:
-        """Whether anyone still holds the storage."""
+        """Return whether the storage is still alive."""
         return not torch.UntypedStorage._expired(self._weak)
 
     def resolve(self) -> torch.UntypedStorage | None:
-        """The storage itself if anyone still holds it. From then on the caller holds it too."""
+        """Return the storage itself, which the caller then holds, too; ``None`` if it is dead."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak)
         return storage
 
@@ -146,12 +148,12 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 
 
 def can_count_holders() -> bool:
-    """Whether this PyTorch tells who holds a storage; else :func:`is_released` is always False."""
+    """Return whether this PyTorch can count the references to a storage; else :func:`is_released` is always False."""
     return _use_count is not None
 
 
 def required_nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a storage must have, so that the tensor lies in it."""
+    """Return the bytes that a storage needs to contain ``tensor``."""
     if tensor.numel() == 0:
         return 0
     last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
@@ -159,30 +161,30 @@ def required_nbytes(tensor: torch.Tensor) -> int:
 
 
 def is_released(key: StorageKey) -> bool:
-    """Whether nobody but us holds the storage. The key's weak reference keeps its count readable after its death.
+    """Return whether the program holds the storage no more. The key keeps the count readable after the storage's death.
 
-    Ours is one reference, however many of our objects share it; after the write it is none.
+    This package holds one reference, which all its objects share; after the write it holds none.
     """
     return _use_count is not None and _use_count(key.cdata) <= 1
 
 
 def use_count(cdata: int) -> int:
-    """References to the storage at this address, which must be one. Only where :func:`can_count_holders`."""
+    """Return the references to the storage whose struct is at ``cdata``. Only where :func:`can_count_holders`."""
     return 0 if _use_count is None else _use_count(cdata)
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors hold the storage. Only where :func:`can_count_holders`.
+    """Return how many tensors hold ``storage``. Only where :func:`can_count_holders`.
 
-    The given object is one reference more, however many objects of Python there are for the same storage.
+    All Python objects for a storage together hold one reference, which does not count.
     """
     return 0 if _use_count is None else use_count(storage._cdata) - 1
 
 
 class TensorSpec(NamedTuple):
-    """How to rebuild one view of a storage.
+    """The description from which one view of a storage is rebuilt.
 
-    Two views with equal shape and stride may differ in nothing but the offset (``qkv.chunk(3)``), so it belongs here.
+    Two views with equal shape and stride may differ in the offset alone (``qkv.chunk(3)``), so that it belongs here.
     """
 
     dtype: torch.dtype
@@ -205,7 +207,7 @@ class TensorSpec(NamedTuple):
         )
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The same view over another storage with the same bytes. Copies nothing."""
+        """Return this view over another storage with the same bytes. Copies nothing."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         if self.is_conj:

@@ -1,4 +1,4 @@
-"""Values that users give: read, or refused with what is expected."""
+"""Read the values that users give, and refuse wrong ones with an error that names what to write."""
 
 from __future__ import annotations
 
@@ -36,66 +36,66 @@ def parse_size(value: Size, *, name: str = "size") -> int:
     Raises:
         ConfigError: if the value is of another form, negative or not finite.
     """
-    allowed = 'bytes as an integer, or text such as "512KiB", "1.5GiB", "20GB"'
+    valid = 'bytes as an integer, or text such as "512KiB", "1.5GiB", "20GB"'
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; allowed: {allowed}")
+        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. Write {valid}")
     if isinstance(value, int):
         if value < 0:
-            raise ConfigError(f"{name}={value!r} is negative; allowed: {allowed}")
+            raise ConfigError(f"{name}={value!r} is negative. Write {valid}")
         return value
     match = _SIZE.fullmatch(value)
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"{name}={value!r} is not a size{_size_hint(value)}; allowed: {allowed}")
+        raise ConfigError(f"{name}={value!r} is not a size. {_size_hint(value)}Write {valid}")
     number, unit = match.groups()
     exact = float(number) * _UNITS[unit.lower()]
     if exact == math.inf:
-        raise ConfigError(f"{name}={value!r} is not finite; allowed: {allowed}")
+        raise ConfigError(f"{name}={value!r} is not finite. Write {valid}")
     nbytes: int = round(exact)
     return nbytes
 
 
 def _size_hint(text: str) -> str:
-    """What may have been meant by text that is no size."""
+    """Return sentences that say what the user may have meant by text that is no size."""
     if text.strip().endswith("%"):
-        return "; nobody knows of what it is a share"
+        return "A percentage does not say of how many bytes. "
     match = _SIZE.fullmatch(text)
     if match is not None and re.fullmatch("[kmgtp]i?", match[2], re.IGNORECASE):
         short = f"{match[1]}{match[2][0].upper()}"
-        return f'; did you mean "{short}B" (powers of 1,000) or "{short}iB" (of 1,024)?'
+        return f'Did you mean "{short}B" (powers of 1,000) or "{short}iB" (of 1,024)? '
     if match is not None and match[2].lower() in ("tbw", "pbw"):  # as data sheets write a drive's endurance
-        return f'; did you mean "{match[1]}{match[2][:2].upper()}"?'
+        return f'Did you mean "{match[1]}{match[2][:2].upper()}"? '
     rate = _RATE.fullmatch(text)
     if rate is None:
         return ""
     if rate[2] != "B":
         divide = ' (if "b" stands for bits, divide by 8)' if rate[2] == "b" else "; divide bits by 8"
-        return f'; a rate is in bytes per second, such as "500MB"{divide}'
-    return f'; did you mean "{rate[1]}B"? A rate is in bytes per second'
+        return f'A rate is in bytes per second, such as "500MB"{divide}. '
+    return f'Did you mean "{rate[1]}B"? A rate is in bytes per second. '
 
 
 def typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:
-    """What the user gave, or the default.
+    """Return the value that the user gave; for ``None``, a default instance of ``cls``.
 
     Raises:
-        ConfigError: it is of another type.
+        ConfigError: the value is of another type.
     """
     return cls() if value is None else expect(name, value, cls, example)
 
 
 def expect(name: str, value: object, cls: type[_T], example: str) -> _T:
-    """What the user gave.
+    """Return the value that the user gave.
 
     Raises:
-        ConfigError: it is of another type.
+        ConfigError: the value is of another type.
     """
     if not isinstance(value, cls):
         got = f"{name}={value!r} is a {type(value).__name__}"
-        raise ConfigError(f"{got}; allowed: {cls.__name__}, for example {example}")
+        raise ConfigError(f"{got}. Pass a value of type {cls.__name__}, for example {example}")
     return value
 
 
-def refuse_misread(name: str, paths: Iterable[Any], allowed: str) -> None:
-    """Missing directories are made, so that one with such a name would be, too. One that is there is meant.
+def refuse_misread(name: str, paths: Iterable[Any], valid: str) -> None:
+    """Refuse names that are probably no directories, because the package would create them. Existing ones pass.
 
     Raises:
         ConfigError: a name looks like several in one, like an address, or like a variable.
@@ -103,4 +103,4 @@ def refuse_misread(name: str, paths: Iterable[Any], allowed: str) -> None:
     for path in paths:
         text: str = os.fspath(path)
         if re.search(r"^\$|[:,;] *[/~]", text) and not os.path.isdir(text):
-            raise ConfigError(f"{name}: {text!r} would be one directory of that name; allowed: {allowed}")
+            raise ConfigError(f"{name}: {text!r} would be one directory of that name. Write {valid}")

@@ -1,8 +1,8 @@
-"""Waiting in a thread where Ctrl-C may come at any moment.
+"""Wait in a thread where Ctrl-C may come at any moment.
 
-Python looks for signals when a function is entered, when a call into C returns, and while one blocks. ``threading``'s
-``Condition`` and ``Event`` are Python code that takes a lock and gives it back: a ``KeyboardInterrupt`` in between
-leaves the lock taken for ever. What is here blocks in C alone. So do ``with`` blocks of a ``Lock``: Python looks for no
+Python handles signals when a function is entered, when a call into C returns, and while one blocks. ``threading``'s
+``Condition`` and ``Event`` are Python code that takes a lock and releases it: a ``KeyboardInterrupt`` in between leaves
+the lock taken for ever. The classes here block in C alone. So do ``with`` blocks of a ``Lock``: Python handles no
 signal between the end of their ``__enter__`` and the block.
 """
 
@@ -21,10 +21,10 @@ _LOOK_S = 0.001
 
 
 def is_free_within(timeout_s: float, lock: threading.Lock) -> bool:
-    """Wait until nothing holds the lock, but no longer than this; return whether nothing does. Do not take it.
+    """Wait up to ``timeout_s`` until the lock is free; return whether it is. Do not take it.
 
-    For methods that signal handlers call: one that has interrupted who holds the lock would wait for it for ever.
-    ``acquire(timeout=)`` would do, but an interrupt right after it leaves the lock taken.
+    For methods that signal handlers call: if the handler has interrupted the holder of the lock, it would wait for
+    ever. ``acquire(timeout=)`` would not do, because an interrupt right after it leaves the lock taken.
     """
     until_s = time.monotonic() + timeout_s
     while lock.locked():
@@ -35,7 +35,7 @@ def is_free_within(timeout_s: float, lock: threading.Lock) -> bool:
 
 
 class Latch:
-    """Closed at first. Whoever waits goes on when it opens; it never closes again."""
+    """A gate that is closed at first. Threads wait until it opens; it never closes again."""
 
     __slots__ = ("_lock", "is_open")
 
@@ -46,7 +46,7 @@ class Latch:
         self._lock.acquire()
 
     def open(self) -> None:
-        """Let everybody go on. Idempotent; not for two threads at once."""
+        """Release all waiting threads. Idempotent; not for two threads at once."""
         if not self.is_open:
             self.is_open = True
             self._lock.release()
@@ -58,17 +58,17 @@ class Latch:
                 pass
 
     def wait_for(self, timeout_s: float) -> bool:
-        """Block until it is open, but no longer than this; return whether it is. For one thread at a time."""
+        """Block up to ``timeout_s`` until it is open; return whether it is. For one thread at a time."""
         if not self.is_open and self._lock.acquire(timeout=timeout_s):
             self._lock.release()
         return self.is_open
 
 
 class Changes:
-    """A lock, and waiting for what changes under it.
+    """A lock, and a way to wait for changes of the state that it guards.
 
     Args:
-        lock: to be shared with others; may be held by who waits for nothing else.
+        lock: a lock that other objects share. A thread that holds it waits for nothing else.
     """
 
     def __init__(self, lock: threading.Lock | None = None) -> None:
@@ -77,19 +77,19 @@ class Changes:
         self._waiting: deque[Latch] = deque()
 
     def next(self) -> Latch:
-        """Opens with the next change; the caller holds the lock, and waits without it."""
+        """Return a latch that opens with the next change. The caller holds the lock, and waits without it."""
         latch = Latch()
         self._waiting.append(latch)
         return latch
 
     def tell(self) -> None:
-        """Something has changed; the caller holds the lock."""
+        """Wake the waiting threads after a change. The caller holds the lock."""
         while self._waiting:
             self._waiting[0].open()  # before it goes from the list, or an interrupt could leave it closed
             self._waiting.popleft()
 
     def until(self, attempt: Callable[[], T | None]) -> T:
-        """Call ``attempt`` under the lock, now and after each change, until it returns something."""
+        """Call ``attempt`` under the lock, now and after each change, until it returns another value than ``None``."""
         while True:
             with self.lock:
                 result = attempt()

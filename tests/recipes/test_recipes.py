@@ -393,7 +393,7 @@ def test_a_model_is_sharded_block_by_block_over_a_mesh(monkeypatch: pytest.Monke
     ("arguments", "match"),
     [
         (["++trainer.max_step=1"], "Did you mean trainer.max_steps?"),
-        (["experiment=smoke", "offload.min_tensor_bytes=4ZB"], "is not a size; allowed"),
+        (["experiment=smoke", "offload.min_tensor_bytes=4ZB"], "is not a size. Write bytes"),
     ],
 )
 def test_a_mistake_ends_the_command_with_a_short_message(

@@ -82,9 +82,9 @@ def test_a_name_of_the_users_own(my_name: str, tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_refused(my_name: str) -> None:
-    with pytest.raises(ConfigError, match=r'name=3 is a int; allowed: str, for example "my_ssd"'):
+    with pytest.raises(ConfigError, match=r'name=3 is a int\. Pass .* type str, for example "my_ssd"'):
         register_strategy(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"policy='offload' is a str; allowed: OffloadPolicy"):
+    with pytest.raises(ConfigError, match=r"policy='offload' is a str\. Pass .* type OffloadPolicy"):
         register_strategy(my_name, policy="offload")  # type: ignore[arg-type]
     assert my_name not in StrategyRegistry
 

@@ -30,9 +30,9 @@ def _one_thread():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "offload"}, r'policy=\'offload\' is a str; allowed: .*OffloadPolicy\(activations="offload"\)'),
-        ({"policy": {"activations": "offload"}}, r"is a dict; allowed: OffloadPolicy"),
-        ({"hardware": "/mnt/nvme"}, r"hardware='/mnt/nvme' is a str; allowed: HardwareProfile"),
+        ({"policy": "offload"}, r'policy=\'offload\' is a str\. Pass .*OffloadPolicy\(activations="offload"\)'),
+        ({"policy": {"activations": "offload"}}, r"is a dict\. Pass .* type OffloadPolicy"),
+        ({"hardware": "/mnt/nvme"}, r"hardware='/mnt/nvme' is a str\. Pass .* type HardwareProfile"),
         ({"start_method": "thread"}, r"start_method='thread'; allowed: 'popen', 'spawn', 'fork', 'forkserver'"),
         ({"model_averaging_period": 4}, r"model_averaging_period=4 with ddp_comm_state=None"),
     ],
