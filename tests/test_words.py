@@ -28,7 +28,6 @@ MOST = {
     "offloader": 3,
     "optimizer": 128,
     "strategies": 12,
-    "wear": 6,
 }
 """Package or module -> the most that it may have. All others have none."""
 

@@ -1,9 +1,9 @@
-"""From bytes per step to the life of the drives, the vendors' rating first.
+"""Estimate how long the drives of a run last, from the bytes written per step and the vendors' ratings.
 
-A drive is rated for so many bytes that a host may write over its life (its "TBW"). SSDTrain (arXiv 2408.10013, section
-on SSD endurance) divides that rating by what a run writes, after two assumptions that stretch it: large sequential
-writes wear less than the mix of the rating, and data that need to last a day instead of years allow far more cycles.
-No vendor grants either, so that the rating counts at face value here.
+A vendor rates a drive for the bytes that hosts may write over its life (its "TBW"). SSDTrain (arXiv 2408.10013, section
+on SSD endurance) divides that rating by what a run writes, and assumes more than the rating twice. Large sequential
+writes wear less than the mix of the rating, and data that need to last a day instead of years allow far more cycles. No
+vendor grants either. So the rating is taken at face value here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 WARN_DAYS = 180
-"""Days of continuous use at the vendor's rating below which :func:`wear_warning` speaks."""
+"""Life in days of continuous use, at the vendor's rating, below which :func:`wear_warning` returns a warning."""
 
 _DAY_S = 86_400
 _TB = 10**12
@@ -32,42 +32,42 @@ _TB = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """One drive, and its part in what is written."""
+    """One drive, and its share of the written bytes."""
 
     rating_bytes: int | None
-    """Bytes that a host may write over the drive's life by its vendor's rating; ``None``: not known."""
+    """Bytes that hosts may write over the drive's life, by its vendor's rating; ``None``: unknown."""
     used_bytes: int = 0
-    """How much of that is used up already."""
+    """Bytes of the rating that are used up already."""
     capacity_bytes: int | None = None
-    """Size of the drive; only to tell drive writes per day."""
+    """Size of the drive; used only to express writes as drive writes per day."""
     share: float = 1.0
     """Part of all written bytes that goes to this drive, 0 to 1. In a mirror each drive has 1."""
     name: str = ""
-    """For messages, such as "nvme0n1"."""
+    """Name for messages, such as "nvme0n1"."""
 
     def __post_init__(self) -> None:
         if self.rating_bytes is not None and self.rating_bytes <= 0:
-            raise ConfigError(f"Drive.rating_bytes={self.rating_bytes!r}; allowed: bytes above 0, or None if unknown")
+            raise ConfigError(f"Drive.rating_bytes={self.rating_bytes!r} is no rating; give bytes above 0, or None")
         if self.used_bytes < 0:
-            raise ConfigError(f"Drive.used_bytes={self.used_bytes!r}; allowed: 0 or more bytes")
+            raise ConfigError(f"Drive.used_bytes={self.used_bytes!r} is negative; give 0 or more bytes")
         if self.capacity_bytes is not None and self.capacity_bytes <= 0:
-            raise ConfigError(f"Drive.capacity_bytes={self.capacity_bytes!r}; allowed: bytes above 0, or None")
+            raise ConfigError(f"Drive.capacity_bytes={self.capacity_bytes!r} is no size; give bytes above 0, or None")
         if not 0 <= self.share <= 1:
-            raise ConfigError(f"Drive.share={self.share!r}; allowed: 0 to 1")
+            raise ConfigError(f"Drive.share={self.share!r} is no share; give a number from 0 to 1")
 
 
 def used_bytes(
     rating_bytes: int | None, *, written_bytes: int | None = None, percentage_used: float | None = None
 ) -> int:
-    """How much of a rating is used up, from what the drive tells of itself.
+    """Return the bytes of a rating that are used up, from what the drive reports of itself.
 
     A warranty ends with the rated bytes or with the drive's own estimate at 100 %, whichever comes first, so that the
     larger of the two counts.
 
     Args:
-        rating_bytes: of the drive; without it a percentage says nothing in bytes.
-        written_bytes: what hosts have written so far; ``None``: unknown.
-        percentage_used: the drive's own estimate of used life; may pass 100. ``None``: unknown.
+        rating_bytes: rating of the drive; ``None``: unknown, the percentage is then ignored.
+        written_bytes: bytes that hosts have written so far; ``None``: unknown.
+        percentage_used: the drive's own estimate of used life, which may exceed 100; ``None``: unknown.
     """
     known = [0 if written_bytes is None else written_bytes]
     if rating_bytes is not None and percentage_used is not None:
@@ -87,19 +87,19 @@ def bytes_per_day(bytes_per_step: float, step_s: float) -> float:
     """
     _check_step(step_s)
     if not 0 <= bytes_per_step < math.inf:
-        raise ConfigError(f"bytes_per_step={bytes_per_step!r}; allowed: 0 or more bytes")
+        raise ConfigError(f"bytes_per_step={bytes_per_step!r} is no amount; give 0 or more bytes")
     return bytes_per_step / step_s * _DAY_S
 
 
 def life_days(drives: Sequence[Drive], bytes_per_step: float, step_s: float) -> float | None:
-    """Days until the first of the drives has been written what it is rated for.
+    """Return the days until the first of the drives has written its rated bytes.
 
-    SSDTrain's ``rating * step time / bytes per step`` (arXiv 2408.10013, section on SSD endurance), for each drive by
-    its share and less what is used up; the least counts.
+    This is SSDTrain's ``rating * step time / bytes per step`` (arXiv 2408.10013, section on SSD endurance) for each
+    drive, by its share and less the used bytes. The smallest number is returned.
 
     Args:
-        drives: those that the run writes to; unrated ones are passed over.
-        bytes_per_step: bytes that reach all of them per step.
+        drives: drives that the run writes to; unrated ones are ignored.
+        bytes_per_step: bytes that reach all drives together per step.
         step_s: seconds per step, above 0.
 
     Returns:
@@ -114,15 +114,15 @@ def life_days(drives: Sequence[Drive], bytes_per_step: float, step_s: float) -> 
 
 
 def wear_warning(drives: Sequence[Drive], bytes_per_step: float, step_s: float) -> str | None:
-    """The text to warn with, if a drive would not last :data:`WARN_DAYS` of continuous use at its vendor's rating.
+    """Return a warning if a drive would not last :data:`WARN_DAYS` of continuous use at its vendor's rating.
 
     Args:
         drives: as for :func:`life_days`.
-        bytes_per_step: likewise.
-        step_s: likewise.
+        bytes_per_step: as for :func:`life_days`.
+        step_s: as for :func:`life_days`.
 
     Returns:
-        ``None`` where there is nothing to warn of, and where no drive is rated.
+        ``None`` if every rated drive lasts, or no drive is rated.
 
     Raises:
         ConfigError: if an argument is out of its bounds.
@@ -151,7 +151,7 @@ def wear_warning(drives: Sequence[Drive], bytes_per_step: float, step_s: float) 
 
 
 def _first_to_wear(drives: Sequence[Drive], daily_bytes: float) -> Drive | None:
-    """The rated drive with the least days left."""
+    """Return the rated drive with the fewest days left."""
     rated = [drive for drive in drives if drive.rating_bytes is not None]
     return min(rated, key=lambda drive: _days_left(drive, daily_bytes), default=None)
 
@@ -165,4 +165,4 @@ def _days_left(drive: Drive, daily_bytes: float) -> float:
 
 def _check_step(step_s: float) -> None:
     if not 0 < step_s < math.inf:
-        raise ConfigError(f"step_s={step_s!r}; allowed: seconds above 0")
+        raise ConfigError(f"step_s={step_s!r} is no duration; give seconds above 0")

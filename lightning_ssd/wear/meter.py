@@ -1,4 +1,4 @@
-"""How long the drives of a run will last, from their rating, their used life, and what the run writes."""
+"""Tell how long the drives of a run will last, from their rating, their used life, and the bytes that it writes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _log = logging.getLogger(__name__)
 
 _MIN_BORDERS = 8
 _MIN_SECONDS = 60.0
-"""Sooner, a rate of writing says more about the start of a run than about the run."""
+"""Time and number of backwards before the first warning, because a run's start may write at another rate."""
 
 
 class WearMeter:
-    """Begins to count with the first :meth:`border`.
+    """Measures the bytes that are written per second, from the first :meth:`border` on.
 
     Args:
-        directories: existing ones, one per drive; what is written is shared by them equally.
-        rating_bytes: of each drive; ``None``: unknown, then the drives are not asked how worn they are.
-        num_processes: that write to these drives, each about as much as this one.
+        directories: existing directories, one per drive; each gets an equal part of the written bytes.
+        rating_bytes: rating of each drive; ``None``: unknown, the used life of the drives is then not read.
+        num_processes: processes that write to these drives, each about as much as this one.
     """
 
     def __init__(self, directories: Sequence[Path], rating_bytes: int | None, *, num_processes: int = 1) -> None:
@@ -48,7 +48,7 @@ class WearMeter:
         return self._rating_bytes is not None
 
     def life_days(self, written_bytes: int) -> float | None:
-        """Days of continuous use until the first drive reaches its rating; ``None``: unknown, or nothing written."""
+        """Return the days of continuous use until a drive reaches its rating; ``None``: unknown, or nothing written."""
         elapsed_s, written = self._since_begin(written_bytes)
         if elapsed_s <= 0:
             return None
@@ -56,7 +56,7 @@ class WearMeter:
         return None if days is None or math.isinf(days) else days
 
     def border(self, written_bytes: int) -> str | None:
-        """A backward is over. Returns, once, the warning that a drive will not last."""
+        """Count the end of a backward. Return the warning that a drive will not last, once, else ``None``."""
         if self._rating_bytes is None or self._warned:
             return None
         if self._begin_s is None:
@@ -77,7 +77,7 @@ class WearMeter:
 
 
 def _drives_of(directories: Sequence[Path], rating_bytes: int) -> tuple[Drive, ...]:
-    """The drives below the directories, each once with its share of all writes; as new where they do not tell."""
+    """Return each drive below the directories once, with its share of all writes; as new if its wear is unknown."""
     drives: dict[str, Drive] = {}
     for directory in directories:
         report, part = read_health(directory), 1 / len(directories)

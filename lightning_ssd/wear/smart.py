@@ -1,7 +1,7 @@
-"""How much a drive has been written already, as it tells ``smartctl`` (of smartmontools, 7.0 or later).
+"""Read with ``smartctl`` (of smartmontools, 7.0 or later) how much a drive has been written already.
 
-That needs administrator rights and the drive's device file, so that on most machines there is only a reason why not.
-Nothing here is needed to train; it makes the drive life that is told truer.
+That needs administrator rights and the drive's device file, so that most machines give only a reason why not. Training
+does not need it; it makes the reported drive life more accurate.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class DriveHealth:
     written_bytes: int | None
     """Bytes that hosts have written to it so far, to within 512,000 bytes; ``None``: it does not count them."""
     percentage_used: int
-    """Its own estimate of used life, 0 to 255; 100 is the end of the rating, not of the drive."""
+    """The drive's own estimate of used life, 0 to 255; 100 is the end of the rating, not of the drive."""
     share: float = 1.0
-    """Part of what is written to the directory that reaches this drive at most: less than 1 only for the members of a
-    striped md array (RAID 0), because nothing else tells how it spreads its bytes."""
+    """Largest part of the directory's bytes that may reach this drive. It is less than 1 only for the members of a
+    striped md array (RAID 0), because no other array reports how it spreads its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthReport:
-    """The drives under a directory that could be read."""
+    """The drives under a directory whose health could be read."""
 
     drives: tuple[DriveHealth, ...]
     reason: str | None
-    """Why one of them, or all, could not be read; ``None``: all could."""
+    """Reason why some or all drives could not be read; ``None``: all could."""
 
 
 def capacity_bytes(directory: str | os.PathLike[str]) -> int:
-    """Size of the file system under a directory, for drive writes per day.
+    """Return the size of the file system under a directory, for drive writes per day.
 
     Raises:
         OSError: if there is no such directory.
@@ -61,10 +61,10 @@ def parse_health(output: bytes) -> tuple[int | None, int]:
     """Return the bytes written by hosts (``None``: not counted) and the percentage of the life used.
 
     Args:
-        output: what ``smartctl --json --attributes`` has printed of an NVMe drive.
+        output: the output of ``smartctl --json --attributes`` for an NVMe drive.
 
     Raises:
-        StorageError: it has no health log; with what smartctl says of that.
+        StorageError: there is no health log; the error has smartctl's reason.
     """
     try:
         told = json.loads(output)
@@ -79,17 +79,17 @@ def parse_health(output: bytes) -> tuple[int | None, int]:
 
 
 def read_health(directory: str | os.PathLike[str], *, sysfs: Path = Path("/sys")) -> HealthReport:
-    """Ask the NVMe drives under a directory, through partitions, device mapper and md, how worn they are.
+    """Read the wear of the NVMe drives under a directory, through partitions, device mapper and md.
 
-    Blocks for milliseconds; for a drive that hangs 5 s, or until the kernel lets go of it.
+    Blocks for milliseconds. A drive that hangs takes 5 s, or as long as the kernel blocks.
 
     Args:
-        directory: an existing one.
+        directory: an existing directory.
         sysfs: where the kernel shows its devices.
 
     Returns:
-        The drives that told, and a reason where one did not: no smartctl, no rights, no device file (containers),
-        another kind of drive, no drive at all.
+        The drives that could be read, and the reason why others could not: no smartctl, no rights, no device file
+        (containers), another kind of drive, no drive at all.
 
     Raises:
         OSError: if there is no such directory.
@@ -119,7 +119,7 @@ def read_health(directory: str | os.PathLike[str], *, sysfs: Path = Path("/sys")
 
 
 def _disks(node: Path, share: float) -> Iterator[tuple[Path, float]]:
-    """The whole disks below a block device, and the part of its writes that reaches each at most."""
+    """Yield the disks below a block device, each with the largest part of its writes that may reach the disk."""
     if (node / "partition").exists():
         node = node.parent
     slaves = sorted((node / "slaves").iterdir()) if (node / "slaves").is_dir() else []
@@ -132,7 +132,7 @@ def _disks(node: Path, share: float) -> Iterator[tuple[Path, float]]:
 
 
 def _merged(disks: Iterator[tuple[Path, float]]) -> dict[Path, float]:
-    """Each disk once: two partitions of one may lie below the same device."""
+    """Add up the shares of each disk, since two partitions of one disk may lie below the same device."""
     shares: dict[Path, float] = {}
     for disk, share in disks:
         shares[disk] = min(shares.get(disk, 0.0) + share, 1.0)
@@ -140,9 +140,9 @@ def _merged(disks: Iterator[tuple[Path, float]]) -> dict[Path, float]:
 
 
 def _ask(name: str) -> bytes:
-    """Have smartctl read the health log of a disk, which changes nothing on it; return what it prints.
+    """Have smartctl read the health log of a disk, which changes nothing on it; return its output.
 
-    Its exit status says how the drive is, too; whether there is a log is told by what it prints alone.
+    The exit status is ignored, because it also reports the drive's health. The output shows whether there is a log.
     """
     if not name.startswith("nvme"):
         raise StorageError("no NVMe drive")

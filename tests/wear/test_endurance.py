@@ -133,10 +133,10 @@ def test_the_warning_begins_exactly_at_its_days() -> None:
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"rating_bytes": 0}, r"Drive.rating_bytes=0; allowed: bytes above 0"),
+        ({"rating_bytes": 0}, r"Drive.rating_bytes=0 is no rating; give bytes above 0"),
         ({"used_bytes": -1}, r"Drive.used_bytes=-1"),
         ({"capacity_bytes": 0}, r"Drive.capacity_bytes=0"),
-        ({"share": 1.01}, r"Drive.share=1.01; allowed: 0 to 1"),
+        ({"share": 1.01}, r"Drive.share=1.01 is no share; give a number from 0 to 1"),
         ({"share": math.nan}, r"Drive.share=nan"),
     ],
 )
@@ -147,7 +147,7 @@ def test_impossible_drives_are_refused(wrong: dict[str, float], match: str) -> N
 
 @pytest.mark.parametrize("step_s", [0.0, -1.0, math.inf, math.nan])
 def test_impossible_steps_are_refused(step_s: float) -> None:
-    with pytest.raises(ConfigError, match=r"step_s=.*allowed: seconds above 0"):
+    with pytest.raises(ConfigError, match=r"step_s=.* is no duration; give seconds above 0"):
         life_days([Drive(TB)], GB, step_s)
 
 
