@@ -26,7 +26,6 @@ MOST = {
     "cli": 1,
     "config": 14,
     "offloader": 3,
-    "optimizer": 128,
     "strategies": 12,
 }
 """Package or module -> the most that it may have. All others have none."""

@@ -1,1 +1,1 @@
-"""An optimizer whose states wait on drives and are updated subgroup by subgroup."""
+"""An optimizer whose states are offloaded to drives and updated subgroup by subgroup."""

@@ -1,10 +1,10 @@
-"""An optimizer's ``state`` while its states wait on drives: what is asked for comes up, what is written goes down.
+"""Present offloaded states as an optimizer's ``state``: reading one loads it, and changes to it are written back.
 
 Note: lent states
-    Reading a state lends it: a dictionary of tensors in memory, which *is* the state from then on. Steps update those
-    very tensors while somebody holds them, as a plain step does. What nobody holds any more returns to its drive at the
-    beginning of the next step, at a checkpoint, or when much is lent. What cannot be laid out on a drive as it is (one
-    tensor under two names, a view of a gradient) is held in that sense, too, and stays in memory.
+    Reading a state lends it: the program gets a dictionary of tensors in memory, which *is* the state from then on.
+    While the program holds these tensors, steps update them in place, as a plain step does. A state that the program no
+    longer holds returns to its drive: at the beginning of the next step, at a checkpoint, or when much is lent. A state
+    that no layout on a drive can reproduce (one tensor under two names, a view of a gradient) stays in memory.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["LiveStates"]
 
 
 class LiveStates(MutableMapping[Any, Any]):
-    """By parameter, as ``Optimizer.state``: a missing one begins as an empty dictionary.
+    """The states by parameter. As in ``Optimizer.state``, a missing one begins as an empty dictionary.
 
     Args:
-        states: where they are.
+        states: the offloaded states.
     """
 
     default_factory = dict
@@ -67,7 +67,7 @@ class LiveStates(MutableMapping[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._check_between_steps()
-        self._states.lent[key] = value  # from now on it counts: what is stored may go in parts
+        self._states.lent[key] = value  # first: the stored state is then outdated, and may be dropped part by part
         self._forget(key)
         self.note_order([key])
 
@@ -75,26 +75,26 @@ class LiveStates(MutableMapping[Any, Any]):
         if key not in self:
             raise KeyError(key)
         self._check_between_steps()
-        self._states.lent[key] = {}  # from now on it counts: what is stored may go in parts
+        self._states.lent[key] = {}  # first: the stored state is then outdated, and may be dropped part by part
         self._forget(key)
         self._order.pop(key, None)
         self._states.lent.pop(key, None)
 
     def note_order(self, keys: Iterable[Any]) -> None:
-        """Those of the keys that have got a state come behind those that had one."""
+        """Append those of the keys that have a state, and are not in the order yet, to the order of iteration."""
         self._order.update((key, None) for key in keys if key not in self._order and key in self)
 
     def clear(self) -> None:
-        """No states at all. Nothing is brought up for it."""
+        """Drop all states. Reads nothing from a drive."""
         for key in list(self):
             del self[key]
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Without making one."""
+        """Return a state, or ``default`` if there is none. Makes no empty state."""
         return self[key] if key in self else default  # noqa: SIM401
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As that of a dictionary."""
+        """Remove a state and return it, as ``dict.pop`` does."""
         if key not in self:
             return {}.pop(key, *default)
         value = self[key]
@@ -102,17 +102,17 @@ class LiveStates(MutableMapping[Any, Any]):
         return value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As that of a dictionary."""
+        """Return a state; set it to ``default`` if there is none, as ``dict.setdefault`` does."""
         if key not in self:
             self[key] = default
         return self[key]
 
     def copy(self) -> defaultdict[Any, Any]:
-        """A plain one, of the same dictionaries, all of them in memory."""
+        """Return a plain ``defaultdict`` of the states, all of them loaded into memory."""
         return defaultdict(dict, self.items())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are plain, and have all states."""
+        """Copy and pickle as a plain ``defaultdict`` with all states."""
         return defaultdict, (dict,), None, None, iter(self.items())
 
     def __repr__(self) -> str:
@@ -121,7 +121,7 @@ class LiveStates(MutableMapping[Any, Any]):
     # -- up and down ---------------------------------------------------------------------------------------------
 
     def _check_between_steps(self) -> None:
-        """What is lent in the middle of a step would be updated as a whole, and in slices as was planned."""
+        """Raise during a step: a state that is lent then would be updated as a whole, and again in planned slices."""
         if self._is_in_step:
             raise RuntimeError(f"state {WITHIN_STEP}")
 
@@ -143,14 +143,14 @@ class LiveStates(MutableMapping[Any, Any]):
             self._snapshot.forget(key)
 
     def settle(self) -> None:
-        """Bring what nobody holds back to its drive.
+        """Return the lent states that the program no longer holds to their drives.
 
         Raises:
-            StorageError: a drive cannot be read; what was lent stays in memory.
+            StorageError: a drive cannot be read; the lent states stay in memory.
         """
         lent = self._states.lent
         if self._snapshot is None:
-            # States that have stayed in the memory of a subgroup are in one storage.
+            # States that lie in the memory of a subgroup share one storage.
             values = (value for state in lent.values() if type(state) is dict for value in state.values())
             looking = num_looking(value for value in values if isinstance(value, torch.Tensor))
             done = [parameter for parameter in lent if self._may_leave(parameter, looking)]
@@ -158,14 +158,15 @@ class LiveStates(MutableMapping[Any, Any]):
                 self._states.put({parameter: lent[parameter] for parameter in done})
                 for parameter in done:
                     del lent[parameter]
-        # What had to stay counts no more, or whoever holds many would have all of them looked at with each one more.
+        # States that stay count no more. Else each further read would check all states again that the program holds.
         self._num_lent_bytes = 0
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Around a step: nobody gets a state who has none yet, or changes what there is.
+        """Enter a step, in which ``state`` refuses reads of new states, and changes.
 
-        States that were read before there were any are made on their way down, if nobody holds them.
+        Reading the state of a parameter before its first step lends an empty dictionary. If the program no longer holds
+        it, it is dropped for the step. The optimizer then makes a new state, which is offloaded.
         """
         lent = self._states.lent
         # Another optimizer may see a difference between an empty state and none.
@@ -193,37 +194,37 @@ class LiveStates(MutableMapping[Any, Any]):
         state, device = lent[parameter], self._states.device
         if is_cut and not may_cut(state, parameter):
             return False
-        # What does not move stays the same object, whoever holds it.
+        # A value that is not moved stays the same object, even if the program holds it.
         tensors = [key for key in state if isinstance(state[key], torch.Tensor)]
         return not any((is_cut or moves(state[key], device)) and is_held(state, key, looking) for key in tensors)
 
     def take_over(self, states: Mapping[Any, Any]) -> None:
-        """Others, in the place of all that there are."""
+        """Replace all states by others."""
         self.clear()
         self._states.lent.update(states)
         self.note_order(states)
 
     def put_in_order(self, keys: Iterable[Any]) -> None:
-        """These come first, as in what was loaded."""
+        """Put these keys first in the order of iteration, as in a loaded state dictionary."""
         self._order.clear()
         self.note_order(keys)
 
     def keep(self, snapshot: Snapshot) -> None:
-        """The files are closed: from now on all is in memory, or in what the snapshot maps."""
+        """Read all states from memory or from ``snapshot`` from now on, because the files are closed."""
         self._snapshot = snapshot
 
     def saved(self, snapshot: Snapshot) -> dict[Any, State]:
-        """All states as they are in a snapshot; once the files are closed, with what has become of them since."""
+        """Return all states of a snapshot; once the files are closed, with the program's changes since."""
         edited = {} if self._snapshot is None else self._states.lent
         keys = list(self)
         rest = snapshot.states_of(key for key in keys if key not in edited)
         return {key: edited[key] if key in edited else rest[key] for key in keys}
 
     def check(self) -> None:
-        """Before a step, that lent states can be updated some at a time.
+        """Before a step, check that lent states can be updated in separate calls.
 
         Raises:
-            ConfigError: two parameters share a state, or one shows another parameter's memory.
+            ConfigError: two parameters share a state, or a state shares memory with another parameter.
         """
         lent = {key: state for key, state in self._states.lent.items() if isinstance(key, torch.Tensor)}
         if not lent:

@@ -1,8 +1,8 @@
-"""An optimizer whose states wait on SSDs: fetched, updated and flushed subgroup by subgroup, with the user's own step.
+"""An optimizer whose states are on SSDs: fetched, updated and flushed subgroup by subgroup, with the user's own step.
 
-Source: MLP-Offload (arXiv 2509.02480): subgroups, several paths by their rates, alternating order so that what is still
-in memory comes first. Beyond it: optimizers that treat each parameter by itself, the very bits of these, last good
-copies that survive failed writes, and snapshots that cost no memory.
+Source: MLP-Offload (arXiv 2509.02480): subgroups, several paths by their rates, and an alternating order, so that a
+step begins with the subgroups that are still in memory. Beyond it: any optimizer that updates each parameter by itself,
+bit for bit; last good copies that survive failed writes; and snapshots that cost no memory.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ NO_OPTIMIZER = (
     'optimizer_states="offload" moved nothing, because no optimizer that the Offloader returned was stepped; write '
     "optimizer = offloader.offload_optimizer(optimizer) before the first step, and use what it returns"
 )
-"""For who trains without having offloaded one, or steps the one that was given instead of what came back."""
+"""Warning for a program that offloads no optimizer, or steps the optimizer that it passed to ``offload_optimizer``."""
 _OF_WRAPPER = ("inner", "grad_scale", "found_inf")
-"""Attributes of the wrapper that its class does not have. ``GradScaler`` sets two, which a step hands on."""
+"""Attributes of the wrapper's instance. ``GradScaler`` sets the last two, and a step passes them to the optimizer."""
 
 
 class OffloadedOptimizer(Optimizer):
-    """Wraps an optimizer; its ``param_groups``, schedulers and hooks stay what they are.
+    """Wraps an optimizer and offloads its states. ``param_groups``, schedulers and hooks stay those of the optimizer.
 
-    Between steps the states are on SSD, except for the subgroups that the step visited last, which it visits first next
-    time. A step takes the closure, then visits the subgroups: while one is updated, the next ones are read and the last
-    ones are written. Only parameters with gradients cost anything.
+    Between steps the states are on SSD, except for the subgroups that the step visited last. The next step visits these
+    first. A step evaluates the closure, then visits the subgroups: while one is updated, the next ones are read and the
+    last ones are written. Parameters without gradients cost nothing.
 
     Args:
-        optimizer: one that treats each parameter by itself. States that it has already are taken over.
-        files: where to; closed by :meth:`close`.
-        master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
+        optimizer: an optimizer that updates each parameter by itself. Existing states are taken over.
+        files: files for the states; :meth:`close` closes them.
+        master_weights: the optimizer updates float32 copies of half-precision parameters, offloaded with the states.
         declared: names of classes of optimizers that the user promises to update each parameter by itself.
-        events: where waiting is noted.
-        updating: entered around the update of some parameters, with these and those that are next.
+        events: log that stalls are added to.
+        updating: returns a context for the update of a subgroup, given its parameters and those of the next subgroup.
 
     Raises:
         ConfigError: the optimizer couples its parameters.
@@ -83,7 +83,7 @@ class OffloadedOptimizer(Optimizer):
         events: EventLog | None = None,
         updating: Updating | None = None,
     ) -> None:
-        # Not Optimizer.__init__: groups, defaults and hooks are the inner one's.
+        # Not Optimizer.__init__: groups, defaults and hooks are those of the inner optimizer.
         if isinstance(optimizer, OffloadedOptimizer):
             raise ConfigError("this optimizer's states are offloaded already; pass the optimizer that it wraps")
         refuse_by_kind(optimizer)
@@ -115,42 +115,42 @@ class OffloadedOptimizer(Optimizer):
             self._look_for_others()
             self._live.settle()
         except BaseException:
-            if vars(self.inner)["state"] is self._live:  # else they have not been taken over
+            if vars(self.inner)["state"] is self._live:  # else the states have not been taken over
                 self.inner.state = self._live.copy()
             raise
         self._refusal = self._refuse_asking_inner()
 
     def _refuse_asking_inner(self) -> RemovableHandle | None:
-        """In the middle of a step, who asks the inner optimizer gets no states of some parameters for those of all."""
+        """Make the inner ``state_dict()`` raise during a step, when the inner optimizer has only some of its states."""
         if "_optimizer_state_dict_pre_hooks" not in vars(self.inner):
-            return None  # made without Optimizer.__init__, it cannot save itself either
+            return None  # it was made without Optimizer.__init__, so that its state_dict() raises anyway
         return self.inner.register_state_dict_pre_hook(lambda _: self._check_between_steps("state_dict()"))
 
     # -- the user's optimizer ------------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> Optimizer:
-        """The inner optimizer, under the name by which Lightning's callbacks look into a wrapper."""
+        """The inner optimizer. Lightning's callbacks unwrap optimizers by this name."""
         return self.inner
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether this one was never stepped, and the inner one, which has made states of its own, was."""
+        """Whether the program has stepped the inner optimizer, which has made its own states, and never this one."""
         return not self._num_steps and any(self._states.lent.values())
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether a step was broken off, so that weights and states are partly new: further steps are refused."""
+        """Whether a step was interrupted, so that only some weights and states are new. Further steps are refused."""
         return self._broken is not None or self._stepping_thread is not None
 
     @property
     def is_stepping_here(self) -> bool:
-        """Whether this thread has begun a step and not ended it, so that a signal handler or a finalizer asks."""
+        """Whether this thread is inside a step. The caller is then a signal handler or a finalizer."""
         return self._stepping_thread == threading.get_ident()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's own."""
+        """The ``param_groups`` of the inner optimizer."""
         return self.inner.param_groups
 
     @param_groups.setter
@@ -159,15 +159,15 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's own."""
+        """The ``defaults`` of the inner optimizer."""
         return self.inner.defaults
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Any, Any]:
-        """The states, by parameter. Reading one brings it up, and what is written to it is what steps go on with.
+        """The states, by parameter. Reading one loads it into memory, and later steps use what is written to it.
 
         Raises:
-            RuntimeError: a signal handler asks in the middle of a step.
+            RuntimeError: a signal handler reads it in the middle of a step.
         """
         self._check_between_steps("state")
         self._look_for_others()
@@ -178,18 +178,18 @@ class OffloadedOptimizer(Optimizer):
         vars(self.inner)["state"] = states
 
     def __getattr__(self, name: str) -> Any:
-        # Hooks, and what optimizers have of their own (schedule-free ones switch by train() and eval()).
+        # Hooks, and attributes of the optimizer's own class (schedule-free ones have train() and eval()).
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What the inner optimizer's step reads, it has to find there.
+        # The inner optimizer's step reads its own attributes.
         if self._keeps(name) or (leads_to_optimizer(value) and not _has(self.inner, name)):
             super().__setattr__(name, value)
         else:
             setattr(self.inner, name, value)
-            vars(self).pop(name, None)  # what could not go on before
+            vars(self).pop(name, None)  # an earlier value may have been kept here
 
     def __delattr__(self, name: str) -> None:
         if self._keeps(name) or name in vars(self):
@@ -198,7 +198,7 @@ class OffloadedOptimizer(Optimizer):
             delattr(self.inner, name)
 
     def _keeps(self, name: str) -> bool:
-        """Whether an attribute is the wrapper's own, or one that a framework sets on it for us to see."""
+        """Return whether an attribute belongs to the wrapper, or a framework sets it there for the wrapper to read."""
         return name.startswith("_") or name in _OF_WRAPPER or hasattr(type(self), name)
 
     def __repr__(self) -> str:
@@ -208,11 +208,11 @@ class OffloadedOptimizer(Optimizer):
         raise TypeError("an OffloadedOptimizer cannot be pickled or copied: its states are in files; use state_dict()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the inner optimizer does it."""
+        """Call the inner optimizer's ``zero_grad``."""
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """More parameters, whose states are offloaded too."""
+        """Add a group of parameters, whose states are offloaded, too."""
         self._check_open()
         self._check_between_steps("add_param_group()")
         self.inner.add_param_group(param_group)
@@ -221,16 +221,16 @@ class OffloadedOptimizer(Optimizer):
     # -- a step --------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters: the very bits that the inner optimizer's own step would give.
+        """Update the parameters, bit for bit as the inner optimizer's own step would.
 
         Args:
-            closure: evaluates the model; called once, before anything is fetched.
+            closure: evaluates the model; called once, before any state is fetched.
 
         Raises:
             StorageError: states cannot be read. The step is incomplete, and later ones are refused: resume from a
                 checkpoint. States that cannot be *written* stay in memory, with one warning.
-            ConfigError: the optimizer turns out to couple its parameters, two of them share memory, or
-                ``torch.compile`` compiles what calls this.
+            ConfigError: the optimizer turns out to couple its parameters, two parameters share memory, or
+                ``torch.compile`` compiles the caller.
         """
         if compiler_is_at_work():
             raise ConfigError(
@@ -271,16 +271,16 @@ class OffloadedOptimizer(Optimizer):
                 self._broken = f"{type(error).__name__}: {error}"
                 raise
         self._live.note_order(p for group in self.param_groups for p in group["params"])
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # by this schedulers check the order of calls
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers check the order of calls by it
         self._num_steps += 1
         self._step_s += time.perf_counter() - begin_s
         self._states.rebalance()
         for warning in self._states.take_warnings():
-            warnings.warn(warning, stacklevel=4)  # who calls step(), behind its hooks
+            warnings.warn(warning, stacklevel=4)  # the caller of step(), above its hooks
         return loss if whole is None else whole.result(loss)
 
     def _prepare(self) -> None:
-        """Before a step touches anything: what has become of the groups, the states and the optimizer."""
+        """Before a step, check the optimizer, and take over new groups and states that the program has set."""
         refuse_own_step(self.inner)
         refuse_differentiable(self.inner)
         if is_known(self.inner) is not self._states.is_known or not self._inner_step.is_of(type(self.inner)):
@@ -294,14 +294,17 @@ class OffloadedOptimizer(Optimizer):
         self._live.settle()
 
     def _look_for_others(self) -> None:
-        """Somebody may have given the inner optimizer other states, by assignment or by loading them into it."""
+        """Take over other states if the program has assigned them to the inner optimizer, or loaded them into it."""
         states: Any = self.inner.state
         if states is not self._live and not self._inner_step.is_lending:
             self._live.take_over(states)
-            self.state = self._live  # not before: interrupted, they would be nowhere
+            self.state = self._live  # not before: an interrupt in between would lose the states
 
     def _update(self, visits: Sequence[Visit], whole: WholeStep | None) -> None:
-        """Fused optimizers unscale gradients themselves: ``GradScaler`` sets attributes on what it takes for them."""
+        """Update all subgroups, with the attributes of ``GradScaler`` set on the inner optimizer.
+
+        Fused optimizers unscale gradients themselves, by two attributes. ``GradScaler`` sets these on the wrapper.
+        """
         own, told = vars(self.inner), vars(self)
         try:
             if "grad_scale" in told:
@@ -310,7 +313,7 @@ class OffloadedOptimizer(Optimizer):
                 own["found_inf"] = told["found_inf"]
             self._states.update(visits, whole)
             if whole is not None:
-                # In a group without gradients there may be something to count all the same.
+                # A plain step may also count steps in the options of a group without gradients.
                 idle = set(range(len(self.param_groups))).difference(*(visit.groups for visit in visits))
                 self._inner_step.run_idle(idle, whole)
         finally:
@@ -323,11 +326,11 @@ class OffloadedOptimizer(Optimizer):
     def _check_open(self) -> None:
         if self._is_closed:
             raise OffloaderClosedError("this optimizer's files are closed; load its state_dict() into another one")
-        if os.getpid() != self._pid:  # no worker has come along: whoever waits for one waits for ever
+        if os.getpid() != self._pid:  # a fork has no worker threads, so that a wait for one would never end
             raise StorageError(f"this optimizer's files are those of process {self._pid}; make it after the fork")
 
     def _check_between_steps(self, name: str) -> None:
-        """Some states are of this step and some of the last one, and some are lent to the user's optimizer."""
+        """Raise during a step: some states are of this step, some of the last one, and the optimizer holds others."""
         if self._stepping_thread is not None:
             raise RuntimeError(f"{name} {WITHIN_STEP}")
 
@@ -351,25 +354,26 @@ class OffloadedOptimizer(Optimizer):
         return self._states.snapshot()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the inner optimizer's gives, readable by it. Its tensors cost no memory: their pages come from
-        the drive as they are read, and stay as they are now while training goes on. Objects that are no tensors are
-        those of the training, as in a plain one.
+        """Return the state dictionary of the inner optimizer, which that optimizer can load.
+
+        Its tensors cost no memory: their pages are read from the drive on access, and do not change while training goes
+        on. Objects that are no tensors are not copied, as in a plain optimizer.
 
         Raises:
-            RuntimeError: a step is incomplete, or a signal handler asks in the middle of one.
-            StorageError: what is ahead of its drive cannot be written.
+            RuntimeError: a step is incomplete, or a signal handler calls this in the middle of one.
+            StorageError: states in memory that are newer than the drive's copy cannot be written.
         """
         self._check_whole("state_dict()")
         return saved_states(self.inner, self._inner_step, lambda: self._live.saved(self._snapshot()))
 
     def full_state_dict(self, *, receive: bool) -> dict[str, Any]:
-        """As :meth:`state_dict`, with whole tensors where parameters are sharded. All processes call it together.
+        """Return :meth:`state_dict` with whole tensors in the place of shards. All processes call it together.
 
-        One tensor at a time is whole in memory. It goes to this process' drives, beside the states, and its pages come
-        when they are read; where the drives have no room, it stays in memory, with a warning.
+        One tensor at a time is whole in memory. It is written to this process' drives, beside the states, and its pages
+        are read on access. If the drives have no room, it stays in memory, with a warning.
 
         Args:
-            receive: whether this process gets the states. Another one helps, and gets an empty dictionary.
+            receive: whether this process gets the states. The other processes get an empty dictionary.
 
         Raises:
             RuntimeError: a step is incomplete.
@@ -385,22 +389,22 @@ class OffloadedOptimizer(Optimizer):
         return {**parts, "state": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what this or the inner optimizer's class has saved, subgroup by subgroup."""
+        """Load a state dictionary of this class or of the inner optimizer's class, subgroup by subgroup."""
         self._check_open()
         self._check_between_steps("load_state_dict()")
         self._look_for_others()
         if self._loads_by_itself:
-            self.inner.load_state_dict(dict(state_dict))  # once, whatever it does beside
+            self.inner.load_state_dict(dict(state_dict))  # once, since it may have side effects
             self._broken = None
             return
-        self._states.register(self.param_groups)  # groups may have been put into param_groups since the last step
-        # From the options of the groups to the last subgroup, it is that of no training.
+        self._states.register(self.param_groups)  # the program may have added groups since the last step
+        # Until the last subgroup is loaded, options and states belong to two trainings.
         before, groups = self._broken, self.param_groups
         self._broken = "load_state_dict has not ended"
         try:
             loaded = self._states.load(state_dict, self._replace, self._live.__setitem__)
         except BaseException as error:
-            # Other groups come first of all.
+            # A load replaces the groups first. If they are the old ones, no state has changed.
             self._broken = before if self.inner.param_groups is groups else f"{type(error).__name__}: {error}"
             raise
         self._broken = None
@@ -408,11 +412,11 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def _loads_by_itself(self) -> bool:
-        """Whether the inner optimizer's class loads in a way of its own, which nobody knows to be one by parameter."""
+        """Whether the inner optimizer's class has its own ``load_state_dict``, perhaps not parameter by parameter."""
         return type(self.inner).load_state_dict is not Optimizer.load_state_dict and not self._states.has_masters
 
     def _replace(self, index: int, states: Sequence[State]) -> None:
-        """Other states for a subgroup."""
+        """Replace the states of a subgroup; for the first subgroup, drop all earlier states."""
         if index == 0:
             self._live.clear()
         self._states.replace(index, states)
@@ -421,18 +425,20 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def stats(self) -> OptimizerStats:
-        """Return the counters since the beginning. Takes no lock, so that a signal handler may ask."""
+        """Return the counters since the beginning. Takes no lock, so that a signal handler may read them."""
         if self._last_stats is not None:
             return self._last_stats
         return replace(self._states.stats(), num_steps=self._num_steps, step_s=self._step_s)
 
     def flush(self) -> None:
-        """Wait until everything is on its drive. Training never needs it."""
+        """Write all states to their drives, and wait for it. Training never needs it."""
         if not self._is_closed:
             self._states.flush()
 
     def close(self) -> None:
-        """End of training: files and threads go; ``state_dict`` still works, and keeps the disk space. Idempotent.
+        """Close files and threads at the end of training. Idempotent.
+
+        ``state`` and ``state_dict`` still work; their tensors keep the disk space.
 
         Raises:
             StorageError: some states could not be handed back; all others were, and everything is closed.
@@ -462,9 +468,9 @@ class OffloadedOptimizer(Optimizer):
             ) from first
 
     def _hand_back(self) -> Mapping[Any, Exception]:
-        """Let what the drives have be seen in ``state`` without files; return what cannot be, by parameter."""
+        """Map all stored states into ``state``, where they outlive the files; return the failures, by parameter."""
         self._look_for_others()
-        with contextlib.suppress(StorageError):  # what is lent stays in memory, and is handed back from there
+        with contextlib.suppress(StorageError):  # lent states stay in memory, and are handed back from there
             self._live.settle()
         snapshot = self._states.snapshot()
         failures = snapshot.map_all()

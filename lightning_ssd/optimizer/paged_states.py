@@ -1,4 +1,4 @@
-"""The states of an optimizer's parameters, brought into memory subgroup by subgroup to be updated."""
+"""Keep the states of an optimizer's parameters on drives, and load them subgroup by subgroup to update them."""
 
 from __future__ import annotations
 
@@ -44,19 +44,20 @@ Updating = Callable[[Sequence[Piece], Sequence[Piece]], contextlib.AbstractConte
 
 
 def _nothing(now: Sequence[Piece], following: Sequence[Piece]) -> contextlib.AbstractContextManager[None]:
-    """All parameters are in memory."""
+    """Do nothing around an update, because all parameters are in memory."""
     return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One subgroup's part in a step."""
+    """The parts of one subgroup that a step updates."""
 
     index: int
+    """Number of the subgroup."""
     active: tuple[tuple[int, Part], ...]
-    """Of the subgroup's parts those that have a gradient, with their numbers in it."""
+    """The subgroup's parts that have a gradient, each with its number in the subgroup."""
     groups: tuple[int, ...]
-    """Of each of these, the number of its parameter group."""
+    """The number of the parameter group for each part in ``active``."""
 
 
 def _all_of(parameter: torch.Tensor) -> Piece:
@@ -64,15 +65,15 @@ def _all_of(parameter: torch.Tensor) -> Piece:
 
 
 class PagedStates:
-    """States by parameter, most of them on drives.
+    """The states of an optimizer by parameter, most of them on drives.
 
     Args:
         inner_step: calls the optimizer.
-        optimizer: the user's, with all its groups.
-        files: where states wait.
-        master_weights: float32 copies of half-precision parameters are updated, and wait with the states.
-        events: where waiting is noted.
-        updating: entered around the update of a subgroup, with its parameters and those of the next one.
+        optimizer: the user's optimizer, with all its groups.
+        files: files for the states.
+        master_weights: the optimizer updates float32 copies of half-precision parameters, offloaded with the states.
+        events: log that stalls are added to.
+        updating: returns a context for the update of a subgroup, given its parameters and those of the next subgroup.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class PagedStates:
         self._events = events
         self._files = files
         self.lent: dict[Any, State] = {}
-        """States that are in memory as they are, by parameter; what is on a drive of them is of earlier. What all share
-        is under keys that are no parameters."""
+        """States that are in memory, by parameter. Their copies on drives are outdated. States that all parameters
+        share are under keys that are no parameters."""
         self._partition = Partition(0)
         self.is_known = is_known(optimizer)
-        """Whether the optimizer is known to update each parameter by itself; else the user has promised it."""
+        """Whether this package knows that the optimizer updates each parameter by itself; else the user declared it."""
         self._is_elementwise = is_elementwise(optimizer)
         self._trials = UpdateProbe(
             inner_step,
@@ -122,7 +123,7 @@ class PagedStates:
 
     @property
     def shared(self) -> dict[Any, Any]:
-        """States under keys that are no parameters."""
+        """States that all parameters share, under keys that are no parameters."""
         return {key: value for key, value in self.lent.items() if not isinstance(key, torch.Tensor)}
 
     @property
@@ -132,7 +133,7 @@ class PagedStates:
 
     @property
     def device(self) -> torch.device:
-        """Where states are updated."""
+        """Device on which states are updated."""
         return self._files.device
 
     def _subgroup_bytes(self, groups: Groups) -> int:
@@ -147,8 +148,7 @@ class PagedStates:
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def register(self, groups: Groups) -> None:
-        """Take in parameters that have come into the groups, in whatever way; those of lazy modules when they have a
-        shape.
+        """Take in all new parameters of the groups, those of lazy modules once they have a shape.
 
         Raises:
             OutOfSpaceError: the directories have no room for their states.
@@ -169,7 +169,7 @@ class PagedStates:
             self._reserve()
 
     def _retire(self, numbers: Mapping[int, int]) -> None:
-        """Let go of parameters that have left the groups with their states, and of their room on the drives."""
+        """Forget parameters that are no longer in the groups and have no state, and free their room on the drives."""
         for number, parameter in enumerate(self._partition.parameters):
             is_gone = self.num_parts(parameter) > 0 and id(parameter) not in numbers
             if is_gone and parameter not in self.lent and not self.is_stored(parameter):
@@ -180,9 +180,9 @@ class PagedStates:
                 subgroup.forget_layout()
 
     def _fit_cache(self, largest_bytes: int) -> None:
-        """More slots, each as large as the largest subgroup, where others have left host memory for them.
+        """Add slots as large as the largest subgroup while the budget of host memory has room.
 
-        No more than there are subgroups, so that others get what is of no use here.
+        There are never more slots than subgroups, so that other optimizers get the rest of the budget.
         """
         share = self._files.share
         self._slot_bytes = max(self._slot_bytes, largest_bytes)
@@ -193,7 +193,7 @@ class PagedStates:
             self._num_cached = num
 
     def _reserve(self) -> None:
-        """Room for all states, and for the extents that a step's writes go to before the old ones are given back."""
+        """Reserve disk space for all states, and for the writes of a step, which free the old extents afterwards."""
         spare = self._store.num_slots * self._partition.max_bytes // len(self._files.tiers)
         needs = [spare] * len(self._files.tiers)
         for subgroup, path in zip(self._partition.subgroups, self._store.paths, strict=True):
@@ -203,18 +203,18 @@ class PagedStates:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def plan_visits(self, groups: Groups, step: int) -> list[Visit]:
-        """The subgroups that have a gradient, in the order of this step. Nothing is touched.
+        """Return the subgroups that have a gradient, in the order of this step. Changes nothing.
 
         Raises:
-            RuntimeError: a parameter or its gradient is of a kind that cannot be cut any more.
-            ConfigError: parameters share memory, and are not updated at the same time, or an option has changed by
-                which parameters that are cut would get other bits.
+            RuntimeError: a parameter that is cut into slices, or its gradient, can no longer be cut.
+            ConfigError: parameters of different calls share memory, or a changed option gives slices other bits than
+                whole parameters.
         """
         numbers = _group_numbers(groups)
         visits = []
-        # An optimizer that talks to other processes has to visit its parameters in the order in which they do.
+        # An optimizer that communicates with other processes has to visit its parameters in the same order as they do.
         is_local = self._is_elementwise or not any(map(is_shard, self._partition.parameters))
-        # Upwards that is the order of parameters, wherever subgroups end.
+        # An even step visits parameters in their own order, wherever subgroups end.
         place = (step, self._files.first) if is_local else (0, 0)
         for index in visit_order(len(self._partition.subgroups), *place):
             active = tuple(self._active(index, numbers))
@@ -230,7 +230,7 @@ class PagedStates:
         for number, part in enumerate(self._partition.subgroups[index].parts):
             parameter = self._partition.parameters[part.parameter]
             if parameter in self.lent and self._partition.places[part.parameter][0] != (index, number):
-                continue  # it is updated as a whole, with its first part
+                continue  # the parameter is updated as a whole, with its first part
             if parameter.grad is not None and id(parameter) in numbers:
                 self._partition.check_cuttable(part)
                 if parameter not in self.lent and not self._partition.is_whole(part):
@@ -238,7 +238,7 @@ class PagedStates:
                 yield number, part
 
     def _check_slices(self, parameter: torch.Tensor, group: int) -> None:
-        """That of options may have changed since the parameter was cut."""
+        """Raise if the options of a group have changed so that slices of a parameter get other bits."""
         if not self._trials.may_slice(parameter, group):
             raise ConfigError(
                 f"param_groups[{group}] has options by which slices of a parameter of shape {tuple(parameter.shape)} "
@@ -271,14 +271,14 @@ class PagedStates:
         self._has_updated = True
 
     def _check_others(self, before: Mapping[int, int], given: Sequence[torch.Tensor]) -> Mapping[int, int]:
-        """After a call, that it has edited no parameters but those that it was given; return all versions."""
+        """Raise if a call has edited a parameter that it was not given; return the versions of all parameters."""
         after, mine = _versions(self._partition.parameters), set(map(id, given))
         if any(version != before.get(key) and key not in mine for key, version in after.items()):
             raise CoupledError("this optimizer changes parameters that its step was not given")
         return after
 
     def _piece(self, part: Part) -> Piece:
-        """What an update of a part touches."""
+        """Return the elements that the update of a part changes: the part, or its whole parameter."""
         parameter = self._partition.parameters[part.parameter]
         is_whole = parameter in self.lent or self._partition.is_whole(part)
         return _all_of(parameter) if is_whole else Piece(parameter, part.start, part.stop)
@@ -287,10 +287,10 @@ class PagedStates:
         return self._partition.subgroups[index].expected_bytes
 
     def _known_state(self, parameter: torch.Tensor) -> State:
-        """For a trial, which may come when a step has been planned: then it must not lend what it looks at."""
+        """Return a parameter's state for a trial, without lending it, because a step may be planned already."""
         if parameter in self.lent or self.is_stored(parameter):
             return self._state_of(parameter)
-        state: State = self._optimizer.state.get(parameter, {})  # of what is new in the groups, too
+        state: State = self._optimizer.state.get(parameter, {})  # also for parameters that are new in the groups
         return state
 
     def _state_of(self, parameter: torch.Tensor) -> State:
@@ -299,7 +299,7 @@ class PagedStates:
         return self.read(parameter) if self.is_stored(parameter) else {}
 
     def _update(self, visit: Visit, whole_step: WholeStep | None, *, keep: bool) -> None:
-        """One subgroup. Parameters whose states are lent are updated as wholes, with these."""
+        """Update one subgroup. Parameters with lent states are updated as a whole, with the lent states."""
         partition = self._partition
         whole = [partition.parameters[part.parameter] for _, part in visit.active]
         is_lent = [parameter in self.lent for parameter in whole]
@@ -328,7 +328,7 @@ class PagedStates:
             else:
                 states[number] = settled(state, storage, self.device)
                 if not state:
-                    self.lent[p] = state  # there is one, and it is empty
+                    self.lent[p] = state  # an empty state, which differs from none
         self._update_s += time.perf_counter() - begin_s
         if states:
             self._settle(visit.index, states, storage, keep=keep)
@@ -340,7 +340,7 @@ class PagedStates:
         return storage
 
     def take_warnings(self) -> list[str]:
-        """Return what the user should know of states that could not be written, once."""
+        """Return the warning about states that could not be written, once."""
         warning = self._store.take_warning()
         return [] if warning is None else [warning]
 
@@ -369,7 +369,7 @@ class PagedStates:
                 result.append(state)
                 continue
             lowered = from_master(piece, tensor, state or {})
-            if old is not None and state is given:  # somebody may hold it
+            if old is not None and state is given:  # the program may hold the dictionary
                 old.clear()
                 old.update(lowered)
                 lowered = old
@@ -378,12 +378,12 @@ class PagedStates:
 
     @spanned("lightning_ssd::flush")
     def _settle(self, index: int, states: Sequence[State], storage: torch.UntypedStorage | None, *, keep: bool) -> None:
-        """Put states into the subgroup's memory, or into new memory if they have become others, and give it back."""
+        """Copy states into the subgroup's memory, or into new memory if their layout has changed, and give it back."""
         subgroup = self._partition.subgroups[index]
         paged = [not self._partition.is_whole(part) for part in subgroup.parts]
         layout = Layout.of(states, self.device, self._store.block_bytes, paged)
         contents = Contents(layout if layout.nbytes else None, layout.templates(states))
-        if layout.nbytes > self._slot_bytes:  # more than a trial has told
+        if layout.nbytes > self._slot_bytes:  # more than the trial predicted
             self._fit_cache(layout.nbytes)
         if layout != subgroup.layout or storage is None:
             storage = self._store.allocate(layout.nbytes) if layout.nbytes else None
@@ -394,7 +394,7 @@ class PagedStates:
         self._store.give(index, storage, is_dirty=True, keep=keep, new=(subgroup, contents))
 
     def rebalance(self) -> None:
-        """Next writes go where the drives have turned out to be faster."""
+        """Send the next writes to the drives by their measured rates."""
         if len(self._store.tiers) > 1:
             self._rates = [half_duplex_rate(*pair) for pair in self._files.rates()]
             self._store.assign(rebalance_paths(self._store.paths, self._rates, max_moves=_MAX_MOVES))
@@ -403,24 +403,26 @@ class PagedStates:
 
     @property
     def lent_limit_bytes(self) -> int:
-        """As much may be lent before what nobody holds any more has to go back."""
+        """Bytes of lent states above which those that the program no longer holds go back to their drives."""
         return 2 * self._store.num_slots * self._slot_bytes
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
-        """The parameters that are known, and empty tensors in the place of those that have left."""
+        """The registered parameters, with empty tensors in the place of those that have left the groups."""
         return self._partition.parameters
 
     def num_parts(self, key: object) -> int:
-        """Return into how many parts a parameter's state is cut: 1 if it is whole, 0 if no such parameter is known."""
+        """Return into how many parts a parameter's state is cut: 1 if it is whole, 0 if ``key`` is not registered."""
         return len(self._partition.places_of(key))
 
     def is_stored(self, key: object) -> bool:
-        """Whether there is a state of a parameter, lent or not, that was ever stored."""
+        """Return whether a state of the parameter was ever stored. It may be lent now."""
         return any(self._partition.subgroups[index].templates[part] for index, part in self._partition.places_of(key))
 
     def read(self, parameter: torch.Tensor) -> State:
-        """A copy of a parameter's state in memory; what does not move is the very object, if the parameter is whole."""
+        """Return a copy of a parameter's state. Values that are never moved are the objects themselves, not copies,
+        unless the parameter is cut.
+        """
         number = self._partition.number_of(parameter)
         assert number is not None
         places = self._partition.places[number]
@@ -433,7 +435,7 @@ class PagedStates:
         return found[0] if len(places) == 1 else self._partition.join(number, found)
 
     def put(self, states: Mapping[torch.Tensor, State]) -> None:
-        """States of some parameters. Subgroups in which they change nothing are not written."""
+        """Store the states of some parameters. Subgroups in which nothing changes are not written."""
         known = self._partition
         mine = {number: state for p, state in states.items() if (number := known.number_of(p)) is not None}
         indices = sorted({index for number in mine for index, _ in known.places[number]})
@@ -442,7 +444,7 @@ class PagedStates:
                 self._put(index, mine)
 
     def _put(self, index: int, mine: Mapping[int, State]) -> None:
-        """States of some parameters, by number, into one subgroup."""
+        """Store the states of some parameters, by number, in one subgroup."""
         known, subgroup = self._partition, self._partition.subgroups[index]
         storage = self._store.take(index)
         parts = _filled(subgroup, storage)
@@ -460,12 +462,12 @@ class PagedStates:
             self._store.give(index, storage, is_dirty=False, keep=False)
 
     def forget(self, key: object) -> None:
-        """There is no such state any more. Nothing is moved for it."""
+        """Drop a parameter's state. Moves nothing."""
         for index, part in self._partition.places_of(key):
             self._partition.subgroups[index].forget(part)
 
     def replace(self, index: int, states: Sequence[State]) -> None:
-        """Other states for the parts of one subgroup; what it keeps of them it copies."""
+        """Replace the states of the parts of one subgroup by copies of ``states``."""
         self._store.forget(index)
         self._partition.subgroups[index].forget_layout()
         self._settle(index, owned(states, self.device), None, keep=False)
@@ -473,14 +475,14 @@ class PagedStates:
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Return the states as they are now, which cost no memory where they are on a drive."""
-        # What cannot be written is copied from memory: a full drive costs no checkpoint. A warning is ready.
+        """Return the states as they are now. Those on a drive cost no memory."""
+        # States that cannot be written are copied from memory: a full drive costs no checkpoint. A warning is ready.
         with contextlib.suppress(StorageError):
             self.flush()
         return Snapshot(self._partition, self._store, self.lent)
 
     def spool(self, nbytes: int) -> TensorSpool:
-        """Return room beside the states for so many bytes of other tensors."""
+        """Return a spool that has room beside the states for ``nbytes`` bytes of other tensors."""
         return TensorSpool(self._files, self._store, nbytes)
 
     def load(
@@ -489,13 +491,13 @@ class PagedStates:
         put: Callable[[int, Sequence[State]], None],
         keep: Callable[[torch.Tensor, State], None],
     ) -> list[torch.Tensor]:
-        """Load what an optimizer has saved; arguments and result are those of :func:`load_states`."""
+        """Load a state dictionary of an optimizer; arguments and result are those of :func:`load_states`."""
         return load_states(self._optimizer, state_dict, self._partition, put, keep, has_master=self._trials.has_master)
 
     # -- numbers, and the end ------------------------------------------------------------------------------------
 
     def stats(self) -> OptimizerStats:
-        """Return all counters but those of steps."""
+        """Return all counters except those of steps."""
         progress = self._files.progress()
         return OptimizerStats(
             num_subgroups=len(self._partition.subgroups),
@@ -513,15 +515,15 @@ class PagedStates:
         )
 
     def flush(self) -> None:
-        """Wait until everything is on its drive.
+        """Write all states to their drives, and wait for it.
 
         Raises:
-            StorageError: something cannot be written; it stays in memory.
+            StorageError: some states cannot be written; they stay in memory.
         """
         self._store.flush()
 
     def close(self) -> None:
-        """End moves and threads, close the files, and forget what is in memory."""
+        """End moves and threads, close the files, and free the memory."""
         try:
             self._files.close()
         finally:
@@ -534,7 +536,7 @@ def _filled(subgroup: Subgroup, storage: torch.UntypedStorage | None) -> list[St
 
 
 def _group_numbers(groups: Groups) -> dict[int, int]:
-    """Of each parameter, by its id, the number of its group."""
+    """Return the number of the group of each parameter, by the parameter's id."""
     return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
 
 

@@ -151,7 +151,7 @@ class TestRebalance:
         assert rebalance_paths((0, 0, 0), [0.0, 1.0], max_moves=0) == (0, 0, 0)
 
     def test_impossible_ones_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match=r"names paths \[-1, 2\]; allowed: 0 to 1"):
+        with pytest.raises(ConfigError, match=r"names paths \[-1, 2\] without a rate; give 0 to 1"):
             rebalance_paths((0, 2, -1), [1.0, 1.0], max_moves=1)
         with pytest.raises(ConfigError, match="max_moves=-1"):
             rebalance_paths((0,), [1.0], max_moves=-1)

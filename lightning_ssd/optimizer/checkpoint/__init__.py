@@ -1,1 +1,1 @@
-"""Optimizer states that are saved and loaded without being in memory together."""
+"""Save and load optimizer states without having all of them in memory at once."""

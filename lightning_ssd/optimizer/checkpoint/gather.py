@@ -1,7 +1,7 @@
-"""Optimizer states of a sharded model as whole tensors, collected one after the other.
+"""Collect the optimizer states of a sharded model as whole tensors, one after the other.
 
-PyTorch's own way holds the full states of the whole model in the memory of one process. Here one tensor at a time is
-whole, in each process for the moment that it takes, and the one that receives them puts each on its drive.
+PyTorch's own way holds the full states of the whole model in the memory of one process. Here each process gathers one
+whole tensor at a time. The process that receives the states writes each tensor to its drive.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ States = Mapping[int, Mapping[Any, Any]]
 
 
 def full_states(states: States, put: Put | None) -> dict[int, dict[Any, Any]]:
-    """What the states of sharded parameters are as a whole. All processes call it, with states of the same names.
+    """Gather the states of sharded parameters as whole tensors. All processes call it, with states of the same names.
 
     Args:
-        states: by number of the parameter; of its sharded tensors the part that this process has.
-        put: where a whole tensor goes; ``None``: this process helps to collect, and receives nothing.
+        states: states by the number of the parameter. Sharded tensors hold this process' part.
+        put: stores a whole tensor and returns it; ``None``: this process takes part, and receives nothing.
 
     Returns:
-        The same with whole tensors in the place of sharded ones; nothing where ``put`` is ``None``.
+        The states with whole tensors in the place of sharded ones; empty if ``put`` is ``None``.
     """
     found: dict[int, dict[Any, Any]] = {}
     with StatusLine("Collecting optimizer states") as line:
@@ -51,7 +51,7 @@ def full_states(states: States, put: Put | None) -> dict[int, dict[Any, Any]]:
 
 
 def full_nbytes(states: States) -> int:
-    """Bytes of all sharded tensors together, as whole ones."""
+    """Return the bytes of all sharded tensors together, as whole tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _sharded(states))
 
 
@@ -73,9 +73,9 @@ class _SpooledWrite:
     """The write of one tensor; the owner that its tier calls.
 
     Args:
-        tier: where to.
-        storage: what is written.
-        held: gets the copy.
+        tier: the tier that is written to.
+        storage: the bytes to write.
+        held: list to which the stored copy is added.
     """
 
     def __init__(self, tier: SsdTier, storage: torch.UntypedStorage, held: list[StoredCopy]) -> None:
@@ -91,7 +91,7 @@ class _SpooledWrite:
 
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         if stored is not None:
-            # Here and not by who waits, whom an interrupt from the keyboard may have taken away.
+            # Here, because a KeyboardInterrupt may have ended the wait of the training thread.
             self.result = StoredCopy(self._tier, stored)
             self._held.append(self.result)
         else:
@@ -100,18 +100,17 @@ class _SpooledWrite:
 
 
 class TensorSpool:
-    """Puts tensors beside the states of an optimizer, and shows them as memory whose pages come when they are read.
+    """Writes tensors beside the states of an optimizer, and returns them as mapped memory, which is read on access.
 
-    One piece of memory, as large as the largest tensor, is what it needs itself. The space in the files is free again
-    (for the next collection) with the last of the tensors.
+    It needs one buffer as large as the largest tensor. The space in the files is free again, for the next collection,
+    when the last of the tensors is dropped.
 
-    Where the drives have no room, tensors stay in memory: other processes wait for the one that collects, so that a
-    full drive must not stop it.
+    If the drives have no room, tensors stay in memory. An error would make the other processes wait for ever.
 
     Args:
         files: the drives.
         store: gives space back.
-        nbytes: space that is taken beforehand, beyond what states have, so that these lose none of theirs.
+        nbytes: space to reserve in addition to that of the states.
     """
 
     def __init__(self, files: StateFiles, store: StateStore, nbytes: int) -> None:
@@ -120,7 +119,7 @@ class TensorSpool:
         self._held: list[StoredCopy] = []
         self._hold = CopyPin()
         store.release_with(self._hold, self._held)
-        store.settle()  # what earlier collections held
+        store.settle()  # give back the space of earlier collections
         self._turn = 0
         self._refusal: Exception | None = None
         self._refused_bytes = 0
@@ -130,9 +129,9 @@ class TensorSpool:
             self._refusal = error
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor (contiguous, on the CPU), from a drive. Waits until it is there.
+        """Write a tensor to a drive, and return it mapped from there: contiguous, on the CPU. Waits for the write.
 
-        What is smaller than a block of a file stays in memory.
+        A tensor that is smaller than a block of a file stays in memory.
         """
         if tensor.numel() * tensor.element_size() < self._files.block_bytes:
             return tensor.to("cpu", copy=True)
@@ -145,7 +144,7 @@ class TensorSpool:
         return tensor.to("cpu", copy=True)
 
     def take_warning(self) -> str | None:
-        """What the user should know, once."""
+        """Return a warning about tensors that had to stay in memory, once; ``None``: there are none."""
         nbytes, self._refused_bytes = self._refused_bytes, 0
         if nbytes == 0 or isinstance(self._refusal, OffloaderClosedError):
             return None
@@ -157,14 +156,14 @@ class TensorSpool:
         room = storage_bytes(storage, 0, nbytes).view(tensor.dtype).view(tensor.shape)
         room.copy_(tensor)
         copy = self._write(storage)
-        # Not after an error that interrupts the wait: then the memory may be read still.
+        # Not after an error that interrupts the wait: a worker may still read the memory.
         self._slots.give_back(storage)
         view = FileView(copy.stored.body_nbytes, keeps=self._hold)
         copy.show(view, 0, 0, copy.stored.body_nbytes)
         return view.tensor(0, tensor.dtype, tuple(room.shape), room.stride())
 
     def _write(self, storage: torch.UntypedStorage) -> StoredCopy:
-        """To the next directory in turn, or to one that does not refuse it."""
+        """Write to the next directory in turn, or to the first one after it that does not refuse."""
         tiers = self._files.tiers
         first, self._turn = self._turn, self._turn + 1
         refused: BaseException | None = None

@@ -1,4 +1,4 @@
-"""From a saved optimizer state to subgroups, one at a time."""
+"""Load a saved optimizer state into subgroups, one at a time."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def load_states(
     *,
     has_master: Callable[[torch.Tensor], bool],
 ) -> list[Any]:
-    """Let the optimizer's own ``load_state_dict`` cast and convert what was saved, a subgroup at a time.
+    """Let the optimizer's own ``load_state_dict`` cast and convert saved states, a subgroup at a time.
 
-    A ``__setstate__`` of the class' own is called once, at the end, as by a plain load: it finds the true states.
+    A ``__setstate__`` of the user's class is called once, at the end, as by a plain load, and sees all loaded states.
 
     Args:
-        optimizer: the user's; its ``state`` is the same object before and after. Its hooks run once.
-        state_dict: what ``state_dict`` of its class gave. Of its tensors and containers nothing is kept.
+        optimizer: the user's optimizer; its ``state`` is the same object before and after. Its hooks run once.
+        state_dict: a ``state_dict`` of its class. None of its tensors and containers is kept.
         partition: the optimizer's parameters.
-        put: takes the states of a subgroup's parts; what it keeps it copies.
-        keep: takes the state of a parameter that no layout gives back as it is: its tensors share memory, slices
-            cannot have their share of it, or it is empty.
-        has_master: whether the states of a parameter are float32, whatever the parameter itself is.
+        put: stores copies of the states of a subgroup's parts.
+        keep: keeps the state of one parameter in memory. It is called for states that no layout reproduces: tensors
+            share memory, the state cannot be cut into slices, or it is empty.
+        has_master: returns whether the states of a parameter are float32, of whatever type the parameter is.
 
     Returns:
-        The keys that have a state now, in the order of these: parameters, and what is none.
+        The keys that have a state now, in the order of ``state_dict``: parameters, and keys that are no parameters.
 
     Raises:
         ValueError: the groups do not match; nothing has changed.
@@ -58,7 +58,7 @@ def load_states(
         saved = saved if changed is None else changed
     state, pre_hooks = optimizer.state, optimizer._optimizer_load_state_dict_pre_hooks
     post_hooks = optimizer._optimizer_load_state_dict_post_hooks
-    mine: Any = defaultdict(dict)  # load_state_dict puts others in its place
+    mine: Any = defaultdict(dict)  # load_state_dict replaces it
     nothing: OrderedDict[int, Any] = OrderedDict()  # hooks belong to the whole load
     own, plain, attributes = _own_setstate(optimizer), partial(Optimizer.__setstate__, optimizer), vars(optimizer)
     try:
@@ -83,8 +83,9 @@ def load_states(
 
 
 def _own_setstate(optimizer: Optimizer) -> Callable[[Optimizer, dict[str, Any]], None] | None:
-    """What a class that is not PyTorch's does with all that was loaded. It may keep some of it elsewhere: it is called
-    once, as in a plain load, and finds the states that training goes on with.
+    """Return the ``__setstate__`` of a class that is not PyTorch's; ``None``: PyTorch's is used.
+
+    It may keep some of the states elsewhere. So it is called once, with the states that training continues with.
     """
     kind = next(kind for kind in type(optimizer).__mro__ if _SETSTATE in vars(kind))
     own: Callable[[Optimizer, dict[str, Any]], None] = vars(kind)[_SETSTATE]
@@ -95,10 +96,10 @@ class _Loading:
     """One load, by calls of the optimizer's own ``load_state_dict``: for the groups, then for one state at a time.
 
     Args:
-        optimizer: the user's. Its groups are the loaded ones from now on.
-        saved: what is loaded.
+        optimizer: the user's optimizer. Its groups are the loaded ones from now on.
+        saved: the state dictionary to load.
         partition: the optimizer's parameters.
-        has_master: whether the states of a parameter are float32, whatever the parameter itself is.
+        has_master: returns whether the states of a parameter are float32, of whatever type the parameter is.
     """
 
     def __init__(
@@ -114,12 +115,12 @@ class _Loading:
         ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
         self._parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         self._number_of = {id(p): number for number, p in zip(ids, self._parameters, strict=True)}
-        # By its parameter's type load_state_dict decides to which type it casts a state.
+        # load_state_dict casts a state to the type of its parameter.
         with_masters = filter(has_master, self._parameters)
         self._cast_to = {id(p): torch.empty(0, dtype=torch.float32, device=p.device) for p in with_masters}
 
     def run(self, put: Callable[[int, Sequence[State]], None], keep: Callable[[Any, Any], None]) -> list[Any]:
-        """Load the states; return the parameters that have one, in the order of what was saved."""
+        """Load the states; return the keys that have one, in the order of the state dictionary."""
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [{**g, "params": list(map(self._stand_in, g["params"]))} for g in groups]
         line = StatusLine("Loading optimizer states")
@@ -131,7 +132,7 @@ class _Loading:
                     keep(parameter, state)
             for parameter in self._parameters:
                 number = self._number_of[id(parameter)]
-                # A lazy module's, without a shape yet.
+                # The parameter of a lazy module may have no shape yet.
                 if self._partition.number_of(parameter) is None and number in self._states:
                     keep(parameter, self._load_one(parameter, copied(self._states[number], {})))
         finally:
@@ -139,18 +140,18 @@ class _Loading:
             line.clear()
         by_number = {self._number_of[id(parameter)]: parameter for parameter in self._parameters}
         for key in self._states.keys() - by_number.keys():
-            keep(key, copied(self._states[key], {}))  # what all parameters share
+            keep(key, copied(self._states[key], {}))  # a state that all parameters share
         return [by_number.get(number, number) for number in self._states]
 
     def _of_part(self, part: Part, kept: list[tuple[torch.Tensor, State]]) -> State:
-        """What a subgroup gets of its part's state; one that no layout gives back as it is goes to ``kept`` instead."""
+        """Return the loaded state of a part. Add a state that no layout reproduces to ``kept``, and return none."""
         parameter = self._partition.parameters[part.parameter]
         number = self._number_of.get(id(parameter))
         if number not in self._states:
             return {}
         state = dict(self._states[number])
         if id(parameter) not in self._cast_to:
-            state.pop(MASTER, None)  # saved by a run that had copies; this one has none
+            state.pop(MASTER, None)  # saved by a run with float32 copies; this run has none
         is_apart = are_apart([spans_of(tensor) for tensor in tensors_in(state)])
         if state and is_apart and (self._partition.is_whole(part) or may_cut(state, parameter)):
             # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.

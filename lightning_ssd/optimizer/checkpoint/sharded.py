@@ -1,7 +1,7 @@
-"""Optimizer states in checkpoints of sharded models, read parameter by parameter.
+"""Read optimizer states from checkpoints of sharded models, parameter by parameter.
 
-PyTorch's own way holds all states of a process at once, takes a step with gradients of zero to learn their shapes, and
-sends full states from one process to all others. Here each process reads its own shards, when a subgroup wants them.
+PyTorch's own way holds all states of a process at once, and takes a step with gradients of zero to learn their shapes.
+It sends full states from one process to all others. Here each process reads its own shards, subgroup by subgroup.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from lightning_ssd.optimizer.step.types import State
 __all__ = ["saved_in_directory", "saved_in_full"]
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""In the names of parameters, but not in those that checkpoints have."""
+"""Parts of parameters' names that wrappers add, and that names in checkpoints do not have."""
 
 
 class _LazyStates(Mapping[Any, State]):
-    """The state of each parameter by its name or number, read when it is asked for. The last one is kept, because the
-    slices of a parameter are asked for one after the other.
+    """The state of each parameter by its name or number, read on access.
+
+    The last one is kept, because the caller reads the slices of a parameter one after the other.
     """
 
     def __init__(self, parameters: Mapping[Any, torch.Tensor], read: Callable[[Any, torch.Tensor], State]) -> None:
@@ -51,12 +52,12 @@ class _LazyStates(Mapping[Any, State]):
 
 
 def saved_in_directory(path: Path, number: int, module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """A state dictionary for ``optimizer`` from a directory that all processes have written together.
+    """Return a state dictionary for ``optimizer`` from a directory that all processes have written together.
 
     Args:
         path: the directory.
-        number: of the optimizer among all that were saved.
-        module: whose parameters the optimizer has.
+        number: the optimizer's number among all saved optimizers.
+        module: the module whose parameters the optimizer has.
         optimizer: gives the order of the parameters.
 
     Raises:
@@ -84,13 +85,13 @@ def saved_in_directory(path: Path, number: int, module: torch.nn.Module, optimiz
 def saved_in_full(
     checkpoint: Mapping[str, Any], path: Path, number: int, module: torch.nn.Module, optimizer: Optimizer
 ) -> dict[str, Any]:
-    """The same from a checkpoint with full tensors, of which each process takes its part.
+    """Return a state dictionary for ``optimizer`` from a checkpoint with full tensors; each process takes its part.
 
     Args:
-        checkpoint: as ``torch.load`` gives it; with ``mmap=True`` its tensors cost no memory.
-        path: where it comes from.
-        number: of the optimizer among all that were saved.
-        module: whose parameters the optimizer has.
+        checkpoint: result of ``torch.load``; with ``mmap=True`` its tensors cost no memory.
+        path: the file of the checkpoint, for errors.
+        number: the optimizer's number among all saved optimizers.
+        module: the module whose parameters the optimizer has.
         optimizer: gives the order of the parameters.
 
     Raises:
@@ -112,12 +113,12 @@ def saved_in_full(
 
 
 def _numbered(groups: list[dict[str, Any]], optimizer: Optimizer, path: Path) -> dict[Any, torch.Tensor]:
-    """Parameters by the numbers that plain PyTorch gives them: in the order of the optimizer's groups."""
+    """Return the parameters by the numbers that plain PyTorch gives them, in the order of the optimizer's groups."""
     saved, own = ([len(group["params"]) for group in found] for found in (groups, optimizer.param_groups))
     if saved != own:
         raise ConfigError(
-            f"{path} has an optimizer with groups of {saved} parameters, and this one has {own}; allowed: the same "
-            "groups. Build the optimizer as it was when the checkpoint was saved"
+            f"{path} has an optimizer with groups of {saved} parameters, and this optimizer has groups of {own}. Only "
+            "the same groups can be loaded. Build the optimizer as it was when the checkpoint was saved"
         )
     keys = (key for group in groups for key in group["params"])
     return dict(zip(keys, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
@@ -129,7 +130,7 @@ def _state_dict(
     read: Callable[[Any, torch.Tensor], State],
     optimizer: Optimizer,
 ) -> dict[str, Any]:
-    """Groups as the optimizer has them, with the saved options of their parameters."""
+    """Return a state dictionary with the optimizer's own groups, and the saved options of their parameters."""
     key_of = {id(parameter): key for key, parameter in parameters.items()}
     saved_group = {key: group for group in groups for key in group["params"]}
     result = []
@@ -138,8 +139,9 @@ def _state_dict(
         missing = [str(key) for key in keys if key not in saved_group]
         if missing and saved_group:
             raise ConfigError(
-                f"the checkpoint's optimizer does not know {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}; "
-                "allowed: the parameters that were saved. Build the optimizer as it was when the checkpoint was saved"
+                f"the checkpoint's optimizer does not know {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}. Only "
+                "the parameters that were saved can be loaded. Build the optimizer as it was when the checkpoint was "
+                "saved"
             )
         saved = next((saved_group[key] for key in keys if key in saved_group), own)
         result.append({**saved, "params": keys})
@@ -161,7 +163,7 @@ def _read(
     keys: Mapping[str, tuple[Any, ...]],
     parameter: torch.Tensor | None,
 ) -> dict[Any, Any]:
-    """Some entries of a directory, nested as they were saved. Talks to no other process."""
+    """Read some entries of a directory, nested as they were saved. Communicates with no other process."""
     if not keys:
         return {}
     values: dict[str, Any] = {}
@@ -177,7 +179,7 @@ def _read(
 
 
 def _room(entry: TensorStorageMetadata, parameter: torch.Tensor | None) -> torch.Tensor:
-    """Memory for a tensor, or for this process' part of one that is spread as its parameter is."""
+    """Allocate memory for a saved tensor; if it is sharded as its parameter is, for this process' part."""
     dtype = entry.properties.dtype
     if parameter is None or entry.size != parameter.shape or parameter.dim() == 0:
         return torch.empty(entry.size, dtype=dtype, device="cpu")
@@ -185,7 +187,7 @@ def _room(entry: TensorStorageMetadata, parameter: torch.Tensor | None) -> torch
 
 
 def _part(value: Any, parameter: torch.Tensor) -> Any:
-    """This process' part of a full tensor that belongs to a parameter."""
+    """Return this process' part of a full tensor that belongs to a parameter."""
     spec = spec_of(parameter)
     if spec is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.dim() == 0:
         return value
@@ -196,6 +198,6 @@ def _part(value: Any, parameter: torch.Tensor) -> Any:
 
 def _missing(path: Path, number: int) -> str:
     return (
-        f"the checkpoint {path} has no states of optimizer {number}; allowed: checkpoints of a training with as many "
-        "optimizers. To begin with its weights alone, load these into the module and call fit without ckpt_path"
+        f"the checkpoint {path} has no states of optimizer {number}. Resume from a checkpoint of a training with as "
+        "many optimizers. To begin with its weights alone, load these into the module and call fit without ckpt_path"
     )

@@ -1,7 +1,7 @@
-"""States as they are on the drives now, as tensors that cost no memory: pages come when they are read.
+"""Map the states on the drives at one moment as tensors that cost no memory, because pages are read on access.
 
-A flush goes to a fresh extent, and an extent that somebody holds is not given back, so that such tensors stay what they
-are while training goes on. Saving them streams through the page cache.
+A flush writes to a fresh extent, and a mapped extent is not freed. So these tensors do not change while training goes
+on. Saving them streams through the page cache.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """The states of all parameters at one moment. Flush first: what is ahead of its drive is copied.
+    """The states of all parameters at one moment.
+
+    Flush first, because states in memory that are newer than the drive's copy are copied in memory.
 
     Args:
-        partition: which parameter's state is where.
-        store: where subgroups are.
-        lent: states that are in memory alone, by parameter.
+        partition: says which parameter's state is in which subgroup.
+        store: the store of the subgroups.
+        lent: states that are in memory, by parameter.
     """
 
     def __init__(self, partition: Partition, store: StateStore, lent: Mapping[Any, State]) -> None:
@@ -54,11 +56,12 @@ class Snapshot:
         store.release_with(self._hold, list(self._copies.values()))
 
     def map_all(self) -> Mapping[Any, Exception]:
-        """Make all stored tensors now, while files are open; they outlive the files. What does not move is the very
-        object, which training goes on with.
+        """Map all stored tensors now, while the files are open. The tensors outlive the files.
+
+        Values that are never moved are not copied: training continues with the same objects.
 
         Returns:
-            By parameter, why a state cannot be had. The others can.
+            The errors of the states that cannot be mapped, by parameter. All other states can.
         """
         made: dict[Any, State] = {}
         for parameter in self._partition.parameters:
@@ -70,15 +73,15 @@ class Snapshot:
         return self._failures
 
     def states_of(self, keys: Iterable[Any]) -> dict[Any, State]:
-        """Return all of these, by parameter, as they are now; for objects that are not copied see :func:`copied`.
+        """Return the states of these keys as they are now; see :func:`copied` for the objects that are not copied.
 
         Raises:
-            RuntimeError: slices of a parameter disagree about what they should share.
-            StorageError: the state could not be had when the files were closed.
+            RuntimeError: slices of a parameter have different values of a state that they share.
+            StorageError: a state could not be mapped when the files were closed.
         """
         if self._made is not None:
             return {key: self.state_of(key) for key in keys}
-        memo: dict[int, Any] = {}  # one for all, so that what shares memory still does
+        memo: dict[int, Any] = {}  # one for all, so that tensors that share memory still do
         return {
             key: copied(self._lent[key], memo)
             if key in self._lent
@@ -87,14 +90,14 @@ class Snapshot:
         }
 
     def has(self, parameter: Any) -> bool:
-        """Return whether there is a state, once all are made."""
+        """Return whether there is a state, after :meth:`map_all`."""
         return parameter in self._failures or bool((self._made or {}).get(parameter))
 
     def state_of(self, parameter: Any) -> State:
-        """Return what the optimizer remembers of one parameter, once all are made; empty if nothing.
+        """Return the state of one parameter, after :meth:`map_all`; empty if there is none.
 
         Raises:
-            StorageError: the state could not be had when the files were closed.
+            StorageError: the state could not be mapped when the files were closed.
         """
         if (error := self._failures.get(parameter)) is not None:
             raise StorageError(
@@ -104,13 +107,13 @@ class Snapshot:
         return dict((self._made or {}).get(parameter, {}))
 
     def forget(self, parameter: Any) -> None:
-        """Drop a state, once all are made."""
+        """Drop a state, after :meth:`map_all`."""
         self._failures.pop(parameter, None)
         if self._made is not None:
             self._made.pop(parameter, None)
 
     def _state_of(self, parameter: Any, kept: Callable[[Any], Any]) -> State:
-        """The state with its stored tensors mapped; ``kept`` gives what is instead of a value that does not move."""
+        """Return a state with its stored tensors mapped. ``kept`` converts the values that are never moved."""
         places = self._partition.places_of(parameter)
         states = [self._partition.subgroups[index].templates[part] for index, part in places]
         if not any(states):
@@ -136,11 +139,11 @@ class Snapshot:
             held = self._copies[index]
             view = FileView(held.stored.body_nbytes, keeps=self._hold)
             held.show(view, 0, 0, held.stored.body_nbytes)
-            self._views[index] = view  # not one that shows nothing, if that has failed
+            self._views[index] = view  # only now: show() may fail, and the view would be empty
         return wrap(view.tensor(field.offset, field.dtype, field.shape, field.stride), field.spec)
 
     def _joined(self, parameter: int, key: Hashable) -> torch.Tensor:
-        """Slices side by side, as the one tensor (or part of a DTensor) that they are."""
+        """Map the slices of a parameter's state side by side, as one tensor (or the local part of a DTensor)."""
         places = self._partition.places[parameter]
         shape, stride = self._partition.shapes[parameter]
         first = self._field(*places[0], key)
@@ -159,7 +162,7 @@ class Snapshot:
         return view.tensor(0, first.dtype, shape, stride)
 
     def _field(self, index: int, number: int, key: Hashable) -> Any:
-        """Where a part's tensor is; or the tensor itself, when it is so small that it stayed."""
+        """Return the place of a part's tensor, or the tensor itself if it is too small to be moved."""
         subgroup = self._partition.subgroups[index]
         value = subgroup.templates[number][key]
         return subgroup.field(number, key) if value is MOVED else local_of(value)

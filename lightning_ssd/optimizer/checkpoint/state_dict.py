@@ -1,4 +1,4 @@
-"""From states on drives to the dictionary that an optimizer saves, by its own ``state_dict``."""
+"""Make the state dictionary of an optimizer with offloaded states, by the optimizer's own ``state_dict``."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _PRE, _POST = "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hoo
 def saved_states(
     optimizer: Optimizer, inner_step: SubgroupStepper, snapshot: Callable[[], Mapping[Any, State]]
 ) -> dict[str, Any]:
-    """What the optimizer's own ``state_dict`` makes of its states as they are now.
+    """Call the optimizer's own ``state_dict`` on a snapshot of its states, and return the result.
 
-    Its hooks find the true states in ``optimizer.state``; what they edit there stays.
+    Its hooks find the true states in ``optimizer.state``, and their edits there take effect.
 
     Args:
-        optimizer: the user's.
-        inner_step: lends it what it saves.
-        snapshot: the states, which stay as they are while training goes on.
+        optimizer: the user's optimizer.
+        inner_step: lends the snapshot's states to the optimizer.
+        snapshot: returns the states, which do not change while training goes on.
 
     Raises:
-        RuntimeError: a tensor of the dictionary was edited on the way, which would not reach the training.
+        RuntimeError: a hook has edited a tensor of the dictionary, which is a copy, so that training would not see it.
     """
     own = vars(optimizer)
     pre_hooks, post_hooks = own.get(_PRE), own.get(_POST)

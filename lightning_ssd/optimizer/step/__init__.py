@@ -1,1 +1,1 @@
-"""The user's own step, subgroup by subgroup: what it may be called with, and with which states."""
+"""Call the user's own step subgroup by subgroup: check the optimizer, cut parameters and states, join the results."""

@@ -1,7 +1,7 @@
-"""Whether somebody else holds a tensor, a view of its memory, or the dictionary that it is in.
+"""Find out whether the program holds a tensor of a state, a view of its memory, or the state's dictionary.
 
-Only reference counts can tell, and they are asked at moments that we choose: nothing of ours runs when something dies.
-What is alone is measured on objects that nobody else holds, since the counts differ between versions of Python.
+Only reference counts can tell. They are read between steps and at their start; no code runs when an object dies. The
+count of an object without other holders is measured on samples, because it differs between versions of Python.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 Span = tuple[int, int]
-"""First address, and the first one behind."""
+"""First address, and the address after the last one."""
 SHARE_MEMORY = (
     "share memory with each other, with a parameter or with a gradient, which would not follow them to a drive and back"
 )
-"""What an error says of states that are not :func:`are_own`."""
+"""Clause of errors about states for which :func:`are_own` is false."""
 _MAX_DEPTH = 8
 
 
@@ -41,7 +41,7 @@ def _references(owner: Mapping[Any, Any], key: Any) -> int:
 
 
 def _storage_references(tensor: torch.Tensor) -> tuple[int, int]:
-    """By tensors and by Python."""
+    """Return the references of a tensor's storage: those of tensors, and those of its Python object."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
@@ -55,19 +55,19 @@ _ALONE, _ALONE_STORAGE = _alone()
 
 
 def is_held(owner: Mapping[Any, Any], key: Any, looking: Mapping[int, int] | None = None) -> bool:
-    """Whether anybody but ``owner`` holds the value, or (of a tensor) looks at its memory.
+    """Return whether the program, or any object but ``owner``, holds a value, or a view of a tensor's memory.
 
     Args:
-        owner: has the value.
-        key: of it.
-        looking: of storages that several tensors are known to be in, how many (:func:`num_looking`).
+        owner: the mapping with the value.
+        key: the value's key.
+        looking: the known number of tensors in each storage that several of them share (:func:`num_looking`).
     """
     if _references(owner, key) > _ALONE:
         return True
     if not isinstance(owner[key], torch.Tensor):
         return False
     if local_of(owner[key]).layout != torch.strided:
-        return True  # cannot be told
+        return True  # unknown: assume it
     local = local_of(owner[key])
     counts = _storage_references(local)
     num = 1 if looking is None else looking.get(local.untyped_storage()._cdata, 1)
@@ -75,15 +75,15 @@ def is_held(owner: Mapping[Any, Any], key: Any, looking: Mapping[int, int] | Non
 
 
 def _storage_in(tensor: torch.Tensor) -> int | None:
-    """Which storage a tensor is in, if that can be told."""
+    """Return the number of a tensor's storage; ``None``: it has none."""
     try:
         return storage_of(tensor)._cdata if tensor.layout == torch.strided else None
-    except (RuntimeError, NotImplementedError):  # a subclass without one
+    except (RuntimeError, NotImplementedError):  # a subclass without a storage
         return None
 
 
 def num_looking(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """By storage, how many of the tensors are in it, where these are several and have no memory in common."""
+    """Return the number of tensors in each storage that has several, if these do not overlap."""
     found: dict[int, dict[int, torch.Tensor]] = {}
     for tensor in tensors:
         local = local_of(tensor)
@@ -96,7 +96,7 @@ def num_looking(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors in a value: itself, or those in containers within containers.
 
-    A tensor that others are the data of (a quantized one: its codes and scales) is a container of these.
+    A tensor whose data are other tensors (a quantized one: its codes and scales) counts as a container of these.
     """
     if isinstance(value, torch.Tensor):
         is_container: bool = is_traceable_wrapper_subclass(value)
@@ -114,9 +114,10 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def spans_of(value: Any) -> list[Span]:
-    """Which memory the tensors in a value take; those without memory of their own take none.
+    """Return the memory of all tensors in a value; tensors without memory take none.
 
-    Tensors over a storage whose bytes wait elsewhere are told apart, and together, by the storage: they stay there.
+    A storage whose bytes are offloaded has no address. Its tensors get spans that no other storage has, which are as
+    good for a comparison.
     """
     spans = []
     for tensor in tensors_in(value):
@@ -132,9 +133,9 @@ def spans_of(value: Any) -> list[Span]:
 
 
 def are_apart(owners: Sequence[Sequence[Span]]) -> bool:
-    """Whether no two owners share memory. What one owner has twice is its own affair."""
+    """Return whether no two owners share memory. Overlaps within one owner do not count."""
     marked = sorted((first, end, owner) for owner, spans in enumerate(owners) for first, end in spans)
-    reach: list[Span] = []  # of the owner whose memory ends last, and of the one of all others that does
+    reach: list[Span] = []  # the two last ends so far, of two different owners, with these
     for first, end, owner in marked:
         if any(other != owner and first < other_end for other_end, other in reach):
             return False

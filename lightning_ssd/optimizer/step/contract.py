@@ -1,4 +1,4 @@
-"""Which optimizers may update some of their parameters at a time: known ones, declared ones, and none of the rest."""
+"""Accept the optimizers that may update some of their parameters at a time: known and declared ones. Refuse others."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ _BY_PARAMETER: tuple[type[Optimizer], ...] = (
 _COUPLING = ("LBFGS", "Prodigy", "DAdapt", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad", "SAM", "KFAC")
 """Classes whose update of one parameter depends on others, or that evaluate the model themselves."""
 _UNCALLED = ("zero_grad", "add_param_group", "state_dict", "load_state_dict", "_abc_impl")
-"""What a subclass may override of PyTorch's classes, besides ``__init__`` and the like: no step calls it."""
+"""Methods that a subclass of PyTorch's optimizers may override, besides special ones, because no step calls them."""
 _KEEP = "OffloadPolicy.optimizer_states='keep'"
 _OFFLOAD = "OffloadPolicy.optimizer_states='offload'"
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether each element is known to be updated by itself."""
+    """Return whether the optimizer is known to update each element by itself."""
     return _runs_code_of(type(optimizer), _ELEMENTWISE)
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether each parameter is known to be updated by itself."""
+    """Return whether the optimizer is known to update each parameter by itself."""
     return _runs_code_of(type(optimizer), (*_ELEMENTWISE, *_BY_PARAMETER))
 
 
@@ -79,18 +79,18 @@ def _runs_code_of(kind: type[Optimizer], known_kinds: Collection[type[Optimizer]
 
 
 def _is_torchs(method: Any) -> bool:
-    """Return whether a function of one of PyTorch's classes is PyTorch's, and was not put there."""
+    """Return whether a method of one of PyTorch's classes is PyTorch's own, and was not replaced."""
     method = without_hooks(method)
-    # Those that are deprecated are wrapped by one of the last two.
+    # The last two define the wrappers of deprecated methods.
     places = ("torch.", "typing_extensions", "warnings")
     return not isinstance(method, FunctionType) or method.__globals__["__name__"].startswith(places)
 
 
 def refuse_undeclared(optimizer: Optimizer, declared: Collection[str]) -> None:
-    """Refuse a class that is neither known nor declared, and a declared one that loops over parameters of its own.
+    """Refuse a class that is neither known nor declared, and a declared one that keeps its own list of parameters.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         declared: names of classes that the user promises to update each parameter by itself.
 
     Raises:
@@ -123,7 +123,7 @@ def refuse_undeclared(optimizer: Optimizer, declared: Collection[str]) -> None:
 
 
 def refuse_by_kind(optimizer: Optimizer) -> None:
-    """Refuse what is more than one update of each parameter, as far as its class and what it owns tell.
+    """Refuse an optimizer whose class or attributes show that its step is more than an update of each parameter.
 
     Raises:
         ConfigError: the optimizer couples its parameters, swaps weights, owns another optimizer, has a step of its own
@@ -132,8 +132,8 @@ def refuse_by_kind(optimizer: Optimizer) -> None:
     kind, name = type(optimizer), type(optimizer).__name__
     if any(base.__name__ in _COUPLING for base in kind.__mro__):
         raise ConfigError(
-            f"{_OFFLOAD} got {name}, whose update of one parameter depends on the others. Allowed: optimizers that "
-            f"update each parameter by itself (Adam, AdamW, SGD, RMSprop, ...), or {_KEEP}"
+            f"{_OFFLOAD} got {name}, whose update of one parameter depends on the others. Use an optimizer that "
+            f"updates each parameter by itself (Adam, AdamW, SGD, RMSprop, ...), or {_KEEP}"
         )
     if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
         raise ConfigError(
@@ -154,7 +154,7 @@ def refuse_by_kind(optimizer: Optimizer) -> None:
             f"scaled. Take that argument out: the scaler unscales them then. Or use {_KEEP}"
         )
     if "state" in vars(optimizer) and is_held(vars(optimizer), "state"):
-        gc.collect()  # the Trainer of an earlier run is in cycles
+        gc.collect()  # reference cycles keep the Trainer of an earlier run alive
         if is_held(vars(optimizer), "state"):
             raise ConfigError(
                 f"{_OFFLOAD} expects nothing else to hold the `state` of {name}; got one that something (a wrapper, a "
@@ -164,12 +164,12 @@ def refuse_by_kind(optimizer: Optimizer) -> None:
 
 
 def refuse_own_step(optimizer: Optimizer) -> None:
-    """Refuse ``step``, or a method of PyTorch's that it calls, set on this one instance.
+    """Refuse an instance on which ``step``, or a method of PyTorch's that ``step`` calls, was replaced.
 
-    The ``step`` of a scheduler, which counts, is not meant.
+    Schedulers wrap ``step`` to count its calls. Their wrapper is accepted.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: such a method was replaced.
     """
     kind = type(optimizer)
     pytorchs = next(base for base in kind.__mro__ if base.__module__.startswith("torch.optim"))
@@ -187,10 +187,10 @@ def refuse_own_step(optimizer: Optimizer) -> None:
 
 
 def refuse_differentiable(optimizer: Optimizer) -> None:
-    """Refuse steps that gradients are to go through: what waits on a drive belongs to no graph.
+    """Refuse differentiable steps, because offloaded states belong to no graph.
 
     Raises:
-        ConfigError: a group has the option.
+        ConfigError: a group has ``differentiable=True``.
     """
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
@@ -202,12 +202,12 @@ def refuse_differentiable(optimizer: Optimizer) -> None:
 
 
 def leads_to_optimizer(value: Any) -> bool:
-    """Return whether a value is an optimizer, or holds one, as a scheduler does."""
+    """Return whether a value is an optimizer or holds one, as a scheduler does."""
     return next(_optimizers_in(value), None) is not None
 
 
 def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield names, and what an optimizer holds under them besides its parameters and states."""
+    """Yield the values that an optimizer holds besides its parameters and states, after the names of their places."""
     for place, value in vars(optimizer).items():
         if place not in ("state", "param_groups", "step") and not place.startswith("_optimizer_"):
             yield from ((place, leaf) for leaf in tree_leaves(value))
@@ -217,7 +217,7 @@ def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _optimizers_in(value: Any) -> Iterator[Any]:
-    """Yield optimizers: the value, those in containers, and those that an object in them holds or is bound to."""
+    """Yield the optimizers in a value: itself, those in containers, and those that an object in it refers to."""
     for leaf in tree_leaves(value):
         if _is_optimizer(leaf):
             yield leaf
@@ -235,16 +235,16 @@ def _is_optimizer(value: Any) -> bool:
 
 
 class OwnMemory:
-    """Refuses parameters that share memory: a plain step updates them at the same time."""
+    """Refuses parameters that share memory, because separate calls would update them at different times."""
 
     def __init__(self) -> None:
         self._known: list[tuple[list[Span], tuple[int, ...]]] = []
 
     def check(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Look closely before a step of several calls, where there is other memory than the last time.
+        """Compare the memory of all parameters, before a step of several calls; skip it if the memory is as last time.
 
         Raises:
-            ConfigError: two of them share memory.
+            ConfigError: two parameters share memory.
         """
         memory = [(spans_of(p), local_of(p).stride() if p.layout == torch.strided else ()) for p in parameters]
         if memory == self._known:

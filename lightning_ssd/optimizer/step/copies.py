@@ -1,4 +1,4 @@
-"""Copy and compare what optimizers remember: states, options and attributes."""
+"""Copy and compare the states, options and attributes of optimizers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from lightning_ssd.optimizer.step.aliases import tensors_in
 __all__ = ["PLAIN", "copied", "same"]
 
 PLAIN = (Number, str, type(None))
-"""Of what cannot change itself: numbers, texts and nothing."""
+"""Types of immutable values: numbers, texts and ``None``."""
 _EDITABLE = (dict, OrderedDict, defaultdict, list, deque)
 _FIXED = (tuple, set, frozenset)
 _SEQUENCES = (list, tuple, deque)
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy tensors, and the containers that they are in; return any other value as it is.
+    """Copy tensors, and the containers that they are in; return any other value itself.
 
-    A lock, a generator, a module or an object that refers to a parameter means something only as the object that it
-    is, and a plain ``state_dict()`` gives that object, too. A tensor is given as it is where its class can neither
-    clone it nor take it apart.
+    A copy of a lock, a generator, a module or an object that refers to a parameter would be useless. A plain
+    ``state_dict()`` also returns the object itself. A tensor whose class can neither clone nor flatten it stays, too.
 
     Args:
         value: a state, or a value in one.
-        memo: as that of ``copy.deepcopy``; calls with one memo keep which tensors share memory.
+        memo: like the memo of ``copy.deepcopy``; copies with one memo share memory as their originals do.
     """
     if id(value) in memo:
         return memo[id(value)]
@@ -53,7 +52,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
 def _copied_tensor(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     # A tensor subclass may raise anything where it lacks an operation.
     with contextlib.suppress(Exception):
-        for mark in vars(tensor).values():  # deepcopy finds them in the memo, and does not copy what cannot be
+        for mark in vars(tensor).values():  # deepcopy takes them from the memo, and does not fail on uncopyable ones
             memo.setdefault(id(mark), copied(mark, memo))
         result: torch.Tensor = copy.deepcopy(tensor, memo)
         return result
@@ -67,7 +66,7 @@ def _copied_tensor(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal bit for bit; not a number equals itself.
+    """Return whether two values are equal bit for bit; NaN equals NaN.
 
     Objects that are neither numbers, texts, tensors nor containers of these count as equal.
     """
@@ -79,7 +78,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, PLAIN) or isinstance(other, PLAIN):
         return type(one) is type(other) and repr(one) == repr(other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        # What an optimizer keeps under a parameter is found under another one in a copy.
+        # Keys that are parameters differ between an optimizer and its copy.
         ours, theirs = ({k: v for k, v in each.items() if isinstance(k, PLAIN)} for each in (one, other))
         return ours.keys() == theirs.keys() and all(same(ours[k], theirs[k]) for k in ours)
     if isinstance(one, _SEQUENCES) and isinstance(other, _SEQUENCES):

@@ -1,7 +1,7 @@
-"""What an optimizer does with a parameter, found by trying it on random numbers, before the model's own are touched.
+"""Try an optimizer on random numbers to learn two facts about a kind of parameters, without touching the model.
 
-May it update the parameter in slices? Elementwise by formula is not elementwise by bits: vectorised loops may round
-their last elements otherwise, and a slice has other last elements. And how large are the states that it will make?
+May the optimizer update slices of a parameter? An elementwise formula does not give equal bits by itself: vectorised
+loops may round the last elements in another way, and a slice has other last elements. And how large are its states?
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from lightning_ssd.optimizer.step.types import State
 __all__ = ["UpdateProbe"]
 
 _NUM_STATES = 2
-"""Tensors of the parameter's size that an optimizer is taken to make when it is not known to update each element by
-itself."""
+"""Assumed number of state tensors of the parameter's size, for optimizers that are not known to be elementwise."""
 _SLICED = (torch.float32, torch.float64)
-"""Types in which a CPU's loops round the last elements as all others, whatever the options are or will be. In half
-precision that depends on options (a decay, a rate that is no power of two), which may change after the trial."""
+"""Types in which a CPU's loops round the last elements like all others, with any options. In half precision it depends
+on options (a decay, a rate that is no power of two), which may change after the trial."""
 _NUM_TRIED = 2 * GRANULE + 5
 _NUM_TINY = 2_000
 _TINY = 5
@@ -39,14 +38,14 @@ _Kind = tuple[int, torch.dtype, torch.device, bool, bool]
 
 
 class UpdateProbe:
-    """One trial per group, type, device and kind of kernels; later parameters of this kind get the same answer.
+    """Runs one trial per group, type, device and kind of kernels; later parameters of this kind get the same answer.
 
     Args:
         inner: calls the optimizer.
-        optimizer: the user's; its groups and states stay as they are.
+        optimizer: the user's optimizer; its groups and states do not change.
         is_elementwise: whether the optimizer is known to update every element by itself.
-        master_weights: half-precision parameters have float32 copies, which are what the optimizer updates.
-        state_of: what the optimizer remembers of a parameter; ``None``: it is in the optimizer's ``state``.
+        master_weights: the optimizer updates float32 copies of half-precision parameters.
+        state_of: returns the state of a parameter; ``None``: read the optimizer's ``state``.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class UpdateProbe:
         self._sizes: dict[tuple[_Kind, bool], int] = {}
 
     def has_master(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter gets a float32 copy."""
+        """Return whether the parameter gets a float32 copy."""
         return self._master_weights and has_master(parameter)
 
     @property
@@ -76,13 +75,13 @@ class UpdateProbe:
         return self._master_weights
 
     def may_slice(self, parameter: torch.Tensor, group: int) -> bool:
-        """Whether slices of such a parameter get the very bits that the whole one gets, whatever options change later.
+        """Return whether slices of such a parameter get the same bits as the whole one, also if options change later.
 
-        Only switching to fused kernels, or from them, is another question.
+        A change of the option ``fused`` is an exception: it needs a new answer.
 
         Args:
             parameter: gives type and device.
-            group: number of its group.
+            group: number of the parameter's group.
         """
         part = local_of(parameter)
         if part.layout != torch.strided or not part.is_contiguous() or not self._is_known(parameter):
@@ -96,7 +95,7 @@ class UpdateProbe:
         return self._sliceable[key]
 
     def element_bytes(self, parameter: torch.Tensor, group: int) -> int:
-        """Bytes of states per element of the parameter, the copy included."""
+        """Return the bytes of states per element of the parameter, with its float32 copy."""
         key = self._kind(parameter, group), parameter.dim() == 0
         if key not in self._sizes:
             self._sizes[key] = self._try_size(parameter, group)
@@ -118,7 +117,7 @@ class UpdateProbe:
         copy_bytes = dtype.itemsize if self.has_master(parameter) else 0
         if not self._is_known(parameter) or parameter.layout != torch.strided:
             return _NUM_STATES * dtype.itemsize + copy_bytes
-        # One number's states cannot be told from step counts, to be made longer: it is tried as it is.
+        # The state of a 0-dimensional parameter looks like a step count and cannot be resized. So it has its own trial.
         shape = (_TINY,) if parameter.dim() > 0 else ()
         number = as_piece(torch.zeros(shape, dtype=dtype, device=parameter.device), parameter)
         number.grad = torch.zeros_like(number)
@@ -153,14 +152,14 @@ class UpdateProbe:
         )
 
     def _example(self, parameter: torch.Tensor, num_elements: int) -> State:
-        """What the optimizer already knows of the parameter (Adagrad begins with some), for one of another size."""
+        """Return the parameter's present state (Adagrad's constructor makes some), resized for a trial."""
         dtype, state = self.dtype_of(parameter), self._state_of(parameter)
         return {key: _resized(value, parameter, num_elements, dtype) for key, value in state.items()}
 
 
 @contextlib.contextmanager
 def _awake(options: dict[str, Any]) -> Iterator[None]:
-    """With a rate of learning: a warm-up begins at 0, by which a trial would see no parameter change."""
+    """Replace a learning rate of 0 within a context: a warm-up begins with it, and a trial would see no change."""
     rate = options.get("lr")
     is_asleep = isinstance(rate, int | float | torch.Tensor) and not bool(rate)
     if is_asleep:
@@ -177,7 +176,7 @@ def _is_like(value: object, number: torch.Tensor) -> bool:
 
 
 def _cut(whole: torch.Tensor) -> Sequence[torch.Tensor]:
-    """One granule, many tiny pieces (nothing but last elements), and the rest."""
+    """Cut a tensor into one granule, many tiny pieces (which have last elements only), and the rest."""
     tiny = [_TINY] * (_NUM_TINY // _TINY)
     return torch.split(whole, [GRANULE, *tiny, _NUM_TRIED - GRANULE - sum(tiny)])
 

@@ -1,4 +1,4 @@
-"""Where the states of one subgroup lie in the one piece of memory that moves as a whole."""
+"""Lay out the states of one subgroup in one block of memory, which is moved as a whole."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = [
 ]
 
 MIN_NBYTES = 4096
-"""Smaller states (step counts, biases) stay in memory."""
+"""Bytes below which a state (a step count, a bias) stays in memory."""
 _LINE_NBYTES = 64
 
 
 class _Moved:
-    """Stands for a tensor that is elsewhere."""
+    """Marks a tensor that is not in the template, but in a subgroup's memory or on a drive."""
 
     def __repr__(self) -> str:
         return "<moved>"
@@ -46,10 +46,10 @@ MOVED = _Moved()
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One state tensor."""
+    """The place of one state tensor."""
 
     part: int
-    """Which of the subgroup's parts it belongs to."""
+    """Number of the subgroup's part that it belongs to."""
     key: Hashable
     """Its name in the part's state."""
     dtype: torch.dtype
@@ -59,30 +59,31 @@ class Field:
     """Bytes from the start of the memory."""
     nbytes: int
     spec: Any = None
-    """How a DTensor is spread, of which this process' part is here; ``None``: it is a plain tensor."""
+    """Spec of the DTensor whose local part lies here; ``None``: it is a plain tensor."""
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor over its place in ``storage``; of a DTensor this process' part."""
+        """Return the tensor over its place in ``storage``; for a DTensor its local part."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset // self.dtype.itemsize, self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All moved tensors of a subgroup, and how much memory they take (bytes, a multiple of ``block_bytes``)."""
+    """The places of all moved tensors of a subgroup, and the bytes of their memory (a multiple of ``block_bytes``)."""
 
     fields: tuple[Field, ...]
     nbytes: int
 
     @classmethod
     def of(cls, states: Sequence[State], device: torch.device, block_bytes: int, paged: Sequence[bool]) -> Layout:
-        """Lay out what moves of the parts' states.
+        """Lay out the tensors of the parts' states that can be moved.
 
         Args:
-            states: of each part.
-            device: where tensors have to be; others stay as they are.
-            block_bytes: what the total is rounded up to.
-            paged: of each part: begin its tensors at a page, so that slices of one tensor can be mapped side by side.
+            states: the state of each part.
+            device: device of the tensors to move; others stay in memory.
+            block_bytes: unit that the total is rounded up to.
+            paged: whether the tensors of each part begin at a page, so that slices of one tensor can be mapped side by
+                side.
         """
         fields, end = [], 0
         for part, state in enumerate(states):
@@ -98,18 +99,18 @@ class Layout:
         return cls(tuple(fields), round_up(end, block_bytes))
 
     def fill(self, templates: Sequence[State], storage: torch.UntypedStorage) -> list[State]:
-        """The parts' states with their tensors in ``storage``; the templates say :data:`MOVED` in these places."""
+        """Return the parts' states with their tensors over ``storage``, in the places of :data:`MOVED` in templates."""
         states = [dict(template) for template in templates]
         for field in self.fields:
             states[field.part][field.key] = wrap(field.view(storage), field.spec)
         return states
 
     def without(self, part: int) -> Layout:
-        """The same memory, in which what one part has means nothing any more."""
+        """Return this layout without the tensors of one part. The memory of the others does not change."""
         return Layout(tuple(field for field in self.fields if field.part != part), self.nbytes)
 
     def templates(self, states: Sequence[State]) -> list[State]:
-        """The parts' states without the tensors that move."""
+        """Return the parts' states with :data:`MOVED` in the place of each tensor of the layout."""
         result = [dict(state) for state in states]
         for field in self.fields:
             result[field.part][field.key] = MOVED
@@ -121,7 +122,7 @@ class Layout:
         for field in self.fields:
             value = local_of(states[field.part][field.key])
             if value.data_ptr() != storage.data_ptr() + field.offset:
-                # Two that have changed places (or one that shows a part of another) would overwrite each other.
+                # Two tensors that have swapped places (or one that is a view of another) would overwrite each other.
                 is_inside = value.untyped_storage().data_ptr() == storage.data_ptr()
                 moved.append((field, value.clone() if is_inside else value))
         for field, value in moved:
@@ -129,12 +130,12 @@ class Layout:
 
 
 def settled(state: State, storage: torch.UntypedStorage | None, device: torch.device) -> State:
-    """Return a state whose tensors that stay in memory are not in a subgroup's, which other states will get.
+    """Return a state whose unmoved tensors have their own memory, because the subgroup's memory is reused.
 
     Args:
-        state: after a call.
-        storage: the memory that its tensors were in before.
-        device: where tensors have to be to move.
+        state: the state after a call.
+        storage: memory of the subgroup, which the state's tensors were in before.
+        device: device of the tensors that are moved.
     """
     moving = [key for key in state if _is_inside(state[key], storage) and moves(state[key], device)]
     inside = [tensor for tensor in tensors_in(state) if _is_inside(tensor, storage)]
@@ -142,7 +143,7 @@ def settled(state: State, storage: torch.UntypedStorage | None, device: torch.de
 
 
 def moved_out(state: State, storage: torch.UntypedStorage) -> State:
-    """The state, whose tensors in ``storage`` get memory of their own; they stay the same objects."""
+    """Give the state's tensors in ``storage`` their own memory, and return the state. They stay the same objects."""
     inside = sorted((t for t in tensors_in(state) if _is_inside(t, storage)), key=lambda t: local_of(t).data_ptr())
     clusters: list[tuple[int, int, list[torch.Tensor]]] = []
     for tensor in inside:
@@ -169,15 +170,15 @@ def _is_inside(value: Any, storage: torch.UntypedStorage | None) -> bool:
 
 
 def is_unchanged(before: State, after: State, device: torch.device, *, is_cut: bool) -> bool:
-    """Whether two states are the same, bit for bit and in the same order.
+    """Return whether two states are equal bit for bit, with their keys in the same order.
 
-    What does not move has to be the same object, too: whoever has put an equal one there may edit it later.
+    Values that are not moved have to be the same objects, because the program may edit an equal one later.
 
     Args:
         before: a state.
-        after: another one.
-        device: where tensors have to be to move.
-        is_cut: they are of a slice, which has copies of all that it shares with others.
+        after: another state.
+        device: device of the tensors that are moved.
+        is_cut: the states are those of a slice, which has copies of all values that slices share.
     """
     if list(before) != list(after):
         return False
@@ -190,7 +191,7 @@ def is_unchanged(before: State, after: State, device: torch.device, *, is_cut: b
 
 def _is_same(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        # Zeros of both signs are equal, but no two numbers of one type that look alike are different.
+        # By repr, since 0.0 == -0.0; two numbers of one type with equal repr have equal bits.
         return type(one) is type(other) and isinstance(one, int | float | str) and repr(one) == repr(other)
     if not (is_bare(one) and is_bare(other)) or spec_of(one) != spec_of(other):
         return False
@@ -211,17 +212,20 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def owned(states: Sequence[State], device: torch.device) -> list[State]:
-    """Copy what stays in memory, so that no other holder's changes come in. What moves is copied anyway."""
+    """Copy the values that stay in memory, so that edits by another holder have no effect. A move copies the others."""
     return [{key: value if moves(value, device) else _copied(value) for key, value in s.items()} for s in states]
 
 
 def _copied(value: Any) -> Any:
-    # A clone has the bytes of a view alone, where another copy has those of the whole storage.
+    # A clone of a view has the bytes of the view; a deepcopy has those of the whole storage.
     return value.detach().clone() if is_bare(value) else copied(value, {})
 
 
 def moves(value: Any, device: torch.device) -> bool:
-    """Whether a state is a plain dense tensor of some size on ``device``, or this process' part of a DTensor is."""
+    """Return whether a value is moved: a plain dense tensor of :data:`MIN_NBYTES` or more on ``device``.
+
+    For a DTensor, its local part has to be one.
+    """
     if not is_bare(value):
         return False
     value = local_of(value)
@@ -235,7 +239,10 @@ def moves(value: Any, device: torch.device) -> bool:
 
 
 def is_bare(value: Any) -> bool:
-    """Whether bytes are all that a tensor is: it is of PyTorch's own class, and has no attributes and no gradient."""
+    """Return whether a value is a tensor of PyTorch's own class, without attributes and ``requires_grad``.
+
+    Its bytes then say all about it.
+    """
     if not isinstance(value, torch.Tensor) or value.requires_grad or vars(value):
         return False
     return type(local_of(value)) is torch.Tensor

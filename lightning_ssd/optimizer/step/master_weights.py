@@ -1,9 +1,9 @@
-"""Float32 copies of half-precision parameters, which the optimizer updates in their place.
+"""Keep float32 copies of half-precision parameters, and let the optimizer update these in their place.
 
-A step of 1e-4 is less than half the distance of two bfloat16 numbers around 0.1: added to the parameter itself it is
-lost. So the copy takes the updates, the parameter is the copy rounded, and the copy moves with the optimizer's other
-states (mixed-precision training, arXiv 1710.03740, section 3.1). Gradients stay as they are until their own subgroup is
-updated and are widened there (MLP-Offload, arXiv 2509.02480, delayed gradient conversion).
+An update of 1e-4 is less than half the distance of two bfloat16 numbers around 0.1: added to the parameter itself it is
+lost. So the optimizer updates the copy, the parameter is the rounded copy, and the copy is offloaded with the other
+states (mixed-precision training, arXiv 1710.03740, section 3.1). Gradients stay in half precision until their subgroup
+is updated, and are converted then (MLP-Offload, arXiv 2509.02480, delayed gradient conversion).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def has_master(parameter: torch.Tensor) -> bool:
-    """Whether the parameter is of a kind that gets a float32 copy: a plain dense one of half precision."""
+    """Return whether the parameter gets a float32 copy: it is a plain dense parameter in half precision."""
     return parameter.dtype in _HALF and class_of(parameter) in PLAIN_TYPES and parameter.layout == torch.strided
 
 
 def to_master(piece: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
-    """What the optimizer updates instead of ``piece``: its float32 copy with the widened gradient, and its state.
+    """Return the tensor that the optimizer updates instead of ``piece``, and its state, both in float32.
 
-    Wherever the parameter is no longer what the copy rounds to, somebody has changed it (loaded weights, pruned,
-    swapped in an average), and the copy follows.
+    The tensor is the float32 copy with the converted gradient. Where the parameter differs from the rounded copy, the
+    program has changed it (loaded weights, pruned it, swapped in an average). The copy takes over these elements.
 
     Args:
         piece: a parameter or a slice of one, with its ``grad``.
-        state: of it; what is of the parameter's own type and size in it is widened, too.
+        state: state of the piece. Tensors of the parameter's type and size are converted to float32, too.
     """
     mine = {key: _widened(value, piece) for key, value in state.items()}
     master: torch.Tensor | None = mine.pop(MASTER, None)
@@ -46,9 +46,9 @@ def to_master(piece: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         master = now.float()
     else:
         is_changed = master.to(now.dtype) != now
-        if master.device.type != "cpu" or is_changed.any():  # to ask a device takes longer than to copy
+        if master.device.type != "cpu" or is_changed.any():  # waiting for a device's answer takes longer than the copy
             master.copy_(torch.where(is_changed, now.float(), master))
-    if isinstance(piece, nn.Parameter):  # an optimizer may go by what it is, and by marks on it
+    if isinstance(piece, nn.Parameter):  # an optimizer may test for the class, and for attributes
         marks, requires_grad = vars(piece), piece.requires_grad
         master = nn.Parameter(master, requires_grad=requires_grad)
         vars(master).update(marks)
@@ -57,7 +57,7 @@ def to_master(piece: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
 
 
 def from_master(piece: torch.Tensor, master: torch.Tensor, state: State) -> State:
-    """Round the updated copy into the parameter; the copy joins the state."""
+    """Round the updated copy into the parameter; return the state with the copy in it."""
     master.grad = None
     if isinstance(master, nn.Parameter):
         master = master.detach()
@@ -66,7 +66,7 @@ def from_master(piece: torch.Tensor, master: torch.Tensor, state: State) -> Stat
 
 
 def _widened(value: Any, piece: torch.Tensor) -> Any:
-    """States that the optimizer has made for the parameter itself are of its type."""
+    """Convert a state that the optimizer has made for the parameter itself, and so in its type, to float32."""
     if is_bare(value) and value.dtype == piece.dtype and value.numel() == piece.numel():
         return value.float()
     return value

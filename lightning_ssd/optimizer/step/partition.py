@@ -1,4 +1,4 @@
-"""Which parameter's states are in which subgroup."""
+"""Assign the states of parameters, or of slices of them, to subgroups."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["Contents", "Partition", "Subgroup", "may_cut", "shared"]
 
 
 class Contents(NamedTuple):
-    """What a subgroup's memory means. Changes as a whole, together with the memory."""
+    """The description of a subgroup's memory. It is replaced as a whole, together with the memory."""
 
     layout: Layout | None
-    """Of what moves; ``None``: nothing does."""
+    """Layout of the moved tensors; ``None``: there are none."""
     templates: list[State]
-    """Of each part: its state, in which what moves is marked."""
+    """State of each part, with a mark in the place of each moved tensor."""
 
 
 @dataclass(slots=True)
 class Subgroup:
-    """States that move together."""
+    """States that are moved together."""
 
     parts: tuple[Part, ...]
     expected_bytes: int = 0
-    """What its states will take on a drive, as far as a trial tells."""
+    """Bytes that its states will take on a drive, as a trial predicts."""
     contents: Contents = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,55 +40,55 @@ class Subgroup:
 
     @property
     def layout(self) -> Layout | None:
-        """Of what moves; ``None``: nothing does."""
+        """Layout of the moved tensors; ``None``: there are none."""
         return self.contents.layout
 
     @property
     def templates(self) -> Sequence[State]:
-        """Of each part: its state, in which what moves is marked."""
+        """State of each part, with a mark in the place of each moved tensor."""
         return self.contents.templates
 
     def forget(self, number: int) -> None:
-        """A part has no state any more. What its memory holds means nothing."""
+        """Drop the state of a part. Its bytes in the subgroup's memory are ignored from then on."""
         layout, templates = self.contents
         left = Contents(None if layout is None else layout.without(number), templates)
-        # No call in between: interrupted, a template would name what no layout has.
+        # No call in between: an interrupt would leave a mark in the template that no layout has.
         self.contents = left
         templates[number] = {}
 
     def forget_layout(self) -> None:
-        """Nothing of it has memory any more."""
+        """Drop the layout, because the subgroup has no memory any more."""
         self.contents = Contents(None, self.contents.templates)
 
     def field(self, number: int, key: Hashable) -> Field:
-        """Where a moved tensor is."""
+        """Return the place of a moved tensor."""
         fields = () if self.layout is None else self.layout.fields
         return next(field for field in fields if field.part == number and field.key == key)
 
 
 class Partition:
-    """Parameters, their parts, and the subgroups. Grows; what is known stays where it is.
+    """Parameters, their parts, and the subgroups. It only grows: existing parts keep their subgroups.
 
     Args:
-        max_bytes: of a subgroup's states, about.
+        max_bytes: approximate limit of the states of one subgroup.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.parameters: list[torch.Tensor] = []
         self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        """Shape and stride of each; of a DTensor those of this process' part."""
+        """Shape and stride of each parameter; for a DTensor those of its local part."""
         self.places: list[list[tuple[int, int]]] = []
-        """Of each parameter: subgroup and number of the part in it, in the order of the elements."""
+        """Parts of each parameter, in the order of the elements: subgroup, and number of the part in it."""
         self.subgroups: list[Subgroup] = []
         self._numbers: dict[int, int] = {}
 
     def number_of(self, key: object) -> int | None:
-        """By which number a parameter goes; ``None`` if no such parameter is known."""
+        """Return the number of a parameter; ``None`` if ``key`` is not in the partition."""
         return self._numbers.get(id(key))
 
     def places_of(self, key: object) -> Sequence[tuple[int, int]]:
-        """Return the places of a parameter; none if no such parameter is known."""
+        """Return the places of a parameter; empty if ``key`` is not in the partition."""
         number = self.number_of(key)
         return () if number is None else self.places[number]
 
@@ -99,23 +99,23 @@ class Partition:
         is_sliceable: Callable[[torch.Tensor], bool],
         make_room: Callable[[int], None] = lambda num: None,
     ) -> None:
-        """Take in more parameters: all, or where this is interrupted, none.
+        """Add parameters: all of them or, if it is interrupted, none.
 
         Args:
-            parameters: not known yet.
-            element_bytes: of each, the bytes of states per element.
-            is_sliceable: of each, whether slices of it may be updated.
-            make_room: is told, before, how many subgroups that makes.
+            parameters: parameters that are not in the partition yet.
+            element_bytes: returns the bytes of states per element of a parameter.
+            is_sliceable: returns whether slices of a parameter may be updated.
+            make_room: called first, with the number of new subgroups.
         """
         first = len(self.parameters)
         expected = [element_bytes(parameter) for parameter in parameters]
         sizes = []
         for parameter, nbytes in zip(parameters, expected, strict=True):
             size = max(nbytes, parameter.dtype.itemsize)
-            # Of what is not cut the same in all processes: then all visit the same parameters in the same order, and an
-            # optimizer may talk to the others when it updates one of them.
+            # An uncut parameter has the same size in all processes. So all visit the same parameters in the same order,
+            # and an optimizer may communicate with the other processes in the update of one of them.
             num_elements = even_numel(parameter)
-            # What fits is not cut, and needs no trial.
+            # A parameter that fits is not cut, and needs no trial.
             is_cut = num_elements * size > self.max_bytes // 4 and is_sliceable(parameter)
             sizes.append(ParameterSize(local_of(parameter).numel() if is_cut else num_elements, size, is_cut))
         made = make_subgroups(sizes, self.max_bytes)
@@ -133,14 +133,14 @@ class Partition:
         make_room(len(subgroups))
         grown = self.subgroups + subgroups, self.places + places, self.shapes + shapes, [*self.parameters, *parameters]
         known = self._numbers | numbers
-        # No call in between: what is known but in no subgroup, because of an interrupt, would never be updated.
+        # No call in between: an interrupt would leave a known parameter without a subgroup, and never updated.
         self.subgroups, self.places, self.shapes, self.parameters = grown
         self._numbers = known
 
     def retire(self, number: int) -> None:
-        """Let go of a parameter that has left the groups, and has no state. Its parts stay, and are never visited."""
+        """Drop a parameter that has left the groups, and has no state. Its parts stay, and are never visited."""
         key, nothing = id(self.parameters[number]), torch.empty(0, device="cpu")
-        # No call in between: what comes back after an interrupt would be known twice, and updated twice.
+        # No call in between: after an interrupt a parameter could be added twice, and updated twice.
         del self._numbers[key]
         self.parameters[number] = nothing
         for index, _ in self.places[number]:
@@ -149,11 +149,11 @@ class Partition:
                 subgroup.expected_bytes = 0
 
     def is_whole(self, part: Part) -> bool:
-        """Whether the part is all of its parameter."""
+        """Return whether the part is a whole parameter."""
         return len(self.places[part.parameter]) == 1
 
     def slice_of(self, part: Part) -> torch.Tensor:
-        """What the optimizer updates: the parameter itself, or its slice with the slice of its gradient."""
+        """Return the tensor that the optimizer updates: the parameter, or its slice with the slice of its gradient."""
         parameter = self.parameters[part.parameter]
         if self.is_whole(part):
             return parameter
@@ -164,9 +164,9 @@ class Partition:
         return piece
 
     def align_gradients(self) -> None:
-        """Spread gradients as their parameters are, which tensor parallelism leaves to whoever uses them.
+        """Redistribute gradients to the placements of their parameters, which tensor parallelism does not do by itself.
 
-        Here, and not slice by slice: processes talk to each other in it, and have to do so in the same order.
+        It is done for whole parameters, because the processes communicate, and have to do so in the same order.
         """
         for parameter in self.parameters:
             gradient: Any = parameter.grad
@@ -176,11 +176,10 @@ class Partition:
                     parameter.grad = gradient.redistribute(placements=placements)
 
     def check_cuttable(self, part: Part) -> None:
-        """Before anything of a step is done.
+        """Before a step, check that a parameter which is cut, and its gradient, can still be cut.
 
         Raises:
-            RuntimeError: the part is a slice, and its parameter or the gradient is of a kind that cannot be cut any
-                more.
+            RuntimeError: the part is a slice, and the parameter's shape, or the gradient's layout, has changed.
         """
         if self.is_whole(part):
             return
@@ -199,7 +198,7 @@ class Partition:
             )
 
     def join(self, number: int, states: Sequence[State]) -> State:
-        """The whole parameter's state of those of its parts."""
+        """Join the states of a parameter's parts to the state of the whole parameter."""
         parameter = self.parameters[number]
         shape, stride = self.shapes[number]
         parts = [self.subgroups[index].parts[part] for index, part in self.places[number]]
@@ -210,12 +209,12 @@ class Partition:
                 result[key] = _own(shared(values, key))
                 continue
             flat = torch.cat([local_of(piece).flatten() for piece in values])
-            # In place: a view would hold the memory a second time.
+            # In place: a view would leave a second tensor over the memory, which would count as a holder.
             result[key] = wrap(flat.set_(flat.untyped_storage(), 0, shape, stride), spec_of(parameter))
         return result
 
     def cut(self, part: Part, state: State) -> State:
-        """A part's share of its parameter's state: a slice of what has the parameter's shape, copies of all else."""
+        """Return a part's share of its parameter's state: slices of tensors of the parameter's shape, else copies."""
         if self.is_whole(part):
             return dict(state)
         shape = self.shapes[part.parameter][0]
@@ -223,7 +222,7 @@ class Partition:
 
 
 def may_cut(state: State, parameter: torch.Tensor) -> bool:
-    """Whether slices of a state are good for slices of its parameter, and can be joined again."""
+    """Return whether a state can be cut into states for slices of its parameter, and joined again."""
     return all(_is_like(value, parameter) for value in state.values())
 
 
@@ -250,7 +249,11 @@ def _own(value: Any) -> Any:
 
 
 def shared(values: Sequence[Any], key: Hashable) -> Any:
-    """What all slices of a parameter must agree on (a step count)."""
+    """Return a value that all slices of a parameter share, such as a step count.
+
+    Raises:
+        RuntimeError: the slices have different values.
+    """
     first = values[0]
     for value in values[1:]:
         same = torch.equal(first, value) if isinstance(first, torch.Tensor) else first == value

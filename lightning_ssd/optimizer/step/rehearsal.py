@@ -1,7 +1,7 @@
-"""Check a user's word: step small copies of a declared optimizer's parameters together, and one by one.
+"""Try a declared optimizer: step small copies of its parameters together, and one by one, and compare.
 
-This proves nothing. It finds a norm of all gradients, a count per parameter, noise and the like before they are trained
-with, and leaves no mark on the optimizer, on the model or on random numbers.
+Equal results prove nothing. But the trial finds a norm of all gradients, a count per parameter, noise and the like
+before training does. It leaves the optimizer, the model and random numbers unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STEPS: dict[str, tuple[float | None, float | None]] = {
     "a gradient missing": (None, 1.0),
     "a gradient that is not finite": (1.0, math.nan),
 }
-"""Factors of the gradients of every other copy, in each step."""
+"""Steps of a trial: factors of the gradients of even and of odd copies; ``None``: no gradient, NaN: not finite."""
 _MAX_NUM, _MAX_NUM_OF_A_KIND, _MAX_SIZE = 8, 2, 5
 _TRIED_RATE, _OTHER = 1e-3, 77
 
@@ -50,11 +50,11 @@ def rehearse(optimizer: Optimizer, *, master_weights: bool) -> str:
     """Compare steps of small copies together with steps of one at a time.
 
     Args:
-        optimizer: the user's; stays as it is.
-        master_weights: half-precision parameters have float32 copies, which are what the optimizer updates.
+        optimizer: the user's optimizer; it does not change.
+        master_weights: the optimizer updates float32 copies of half-precision parameters.
 
     Returns:
-        What differs in steps with a closure alone; nothing: nothing does.
+        The refusal of steps with a closure, if only these differ; else an empty text.
 
     Raises:
         ConfigError: steps without a closure differ.
@@ -105,7 +105,7 @@ def rehearse(optimizer: Optimizer, *, master_weights: bool) -> str:
 
 
 def _difference(together: _Copy, apart: _Copy) -> str:
-    """Say what differs; nothing: nothing does."""
+    """Return the first difference as a clause; empty if there is none."""
     if not together.small:
         raise ValueError("no parameter has a shape yet")
     for number, (what, factors) in enumerate(_STEPS.items()):
@@ -131,7 +131,7 @@ def _difference(together: _Copy, apart: _Copy) -> str:
 
 
 class _Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Ends what touches the model's own parameters or gradients, before it is executed."""
+    """Raises before an operation on the model's own parameters or gradients is executed."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ def _storage(tensor: torch.Tensor | None) -> int | None:
 
 
 class _Copy:
-    """A copy of an optimizer, with small random parameters that are the same in each copy."""
+    """A copy of an optimizer, with small random parameters. Each copy of an optimizer has equal ones."""
 
     def __init__(self, optimizer: Optimizer, master_weights: bool, has_closure: bool) -> None:
         self.optimizer: Any = object.__new__(type(optimizer))
@@ -161,7 +161,7 @@ class _Copy:
         self.has_closure, self.num_evaluated = has_closure, 0
         for key, value in _attributes(optimizer).items():
             if any(isinstance(leaf, nn.Module) for leaf in tree_leaves(value)):
-                raise TypeError(f"a module in its attribute {key!r}")  # a copy may be large, and its hooks are not one
+                raise TypeError(f"a module in its attribute {key!r}")  # its copy may be large, and would share hooks
         memo: dict[int, Any] = {id(optimizer): self.optimizer}
         originals, kinds = [], defaultdict[Any, list[nn.Parameter]](list)
         for number, group in enumerate(optimizer.param_groups):
@@ -180,7 +180,7 @@ class _Copy:
         states: dict[Any, Any] = optimizer.state
         own["state"] = defaultdict(dict)
         for p, small in zip(originals, self.small, strict=True):
-            vars(small).update(self._cropped(vars(p), p, memo))  # marks by which optimizers go
+            vars(small).update(self._cropped(vars(p), p, memo))  # attributes that an optimizer may read
             if states.get(p):
                 own["state"][small] = self._cropped(states[p], p, memo)
         own["state"].update(copy.deepcopy({k: v for k, v in states.items() if not torch.is_tensor(k)}, memo))
@@ -195,7 +195,7 @@ class _Copy:
             if "param_names" in group:
                 group["param_names"] = [str(index) for index in mine]
             rate = group.get("lr")
-            if isinstance(rate, int | float | torch.Tensor) and not rate:  # as a warm-up begins: nothing would change
+            if isinstance(rate, int | float | torch.Tensor) and not rate:  # a warm-up's start: nothing would change
                 group["lr"] = torch.full_like(rate, _TRIED_RATE) if isinstance(rate, torch.Tensor) else _TRIED_RATE
         self._stepper = SubgroupStepper(self.optimizer)
 
@@ -214,7 +214,7 @@ class _Copy:
         for index, small in enumerate(self.small):
             generator, factor = torch.Generator().manual_seed(100 * (number + 1) + index), factors[index % 2]
             noise = torch.randn(small.shape, generator=generator, device="cpu").to(small)
-            gradient = noise + 0.1 * small.detach()  # it shows where the model was evaluated
+            gradient = noise + 0.1 * small.detach()  # so that it depends on the weights of the evaluation
             if factor is not None and math.isnan(factor):
                 gradient.view(-1)[:1], gradient.view(-1)[1:2] = math.inf, math.nan
             small.grad = None if factor is None else gradient if math.isnan(factor) else gradient * factor
@@ -233,7 +233,7 @@ class _Copy:
         return self._stepper.call()
 
     def step_apart(self, number: int, factors: tuple[float | None, float | None]) -> Any:
-        """Step as with offloaded states: the closure first, then each parameter, with states that were elsewhere."""
+        """Step as with offloaded states: first the closure, then each parameter, with states moved to other memory."""
         self._give_gradients(number, factors)
         state: dict[Any, Any] = self.optimizer.state
         shared = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
@@ -247,19 +247,19 @@ class _Copy:
                 if after is not None:
                     state[small] = {key: copied(value, {}) for key, value in after.items()}
                 for tensor in lent:
-                    tensor.fill_(_OTHER)  # the memory has become that of other states
+                    tensor.fill_(_OTHER)  # as if other states had reused the memory
         self._stepper.run_idle(idle, whole)
         whole.apply()
         state.update(whole.shared)
         return whole.result(None)
 
     def _by_number(self, value: Any) -> Any:
-        """Return a dictionary by parameter as one by the parameter's number."""
+        """Return a dictionary by parameter as a dictionary by the parameter's number."""
         numbers = {id(small): number for number, small in enumerate(self.small)}
         return {numbers.get(id(k), k): v for k, v in value.items()} if isinstance(value, dict) else value
 
     def found(self) -> dict[str, Any]:
-        """Return all that a step may have changed, by what an error calls it."""
+        """Return all values that a step may change, by the names that errors use."""
         groups = self.optimizer.param_groups
         return {
             "a parameter": list(self.small),
@@ -276,7 +276,7 @@ class _Copy:
 
 
 def _plain_values(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the plain attributes of an optimizer, then those of each group's options."""
+    """Return the plain attributes of an optimizer, then the plain options of each group."""
     groups = optimizer.param_groups
     options = [{key: value for key, value in group.items() if isinstance(value, PLAIN)} for group in groups]
     return [plain_attributes(optimizer), *options]

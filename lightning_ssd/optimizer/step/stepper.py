@@ -1,8 +1,7 @@
-"""One call of the user's optimizer on some of its parameters, or on slices of them, with states that we hand to it.
+"""Call the user's optimizer on some of its parameters, or on slices of them, with given states.
 
-An elementwise optimizer (Adam, say) does not care how many elements it gets in one call, so that calling it subgroup by
-subgroup does what one call does, bit for bit. The optimizer's own code runs; only what it finds in ``param_groups`` and
-``state`` is ours for the time of the call.
+An elementwise optimizer (Adam, say) gives each element the same bits in one call and in many. So it can be called
+subgroup by subgroup. The optimizer's own code runs. Only its ``param_groups`` and ``state`` are replaced for the call.
 """
 
 from __future__ import annotations
@@ -24,18 +23,19 @@ T = TypeVar("T")
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 _PRE_HOOKS = "_optimizer_step_pre_hooks"
 _DELETED = object()
-"""In the place of an attribute that a step has deleted."""
+"""Marks an attribute that a step has deleted."""
 
 
 class WholeStep:
-    """One step of a declared optimizer, in several calls that count once.
+    """One step of a declared optimizer, in several calls whose common changes are made once.
 
-    Each call begins with the plain attributes, options and shared states of before the step, and all leave the same.
+    Each call begins with the plain attributes, options and shared states from before the step. All calls have to change
+    them in the same way.
 
     Args:
-        optimizer: the user's.
-        closure: gives each call what the model's own closure has given; ``None``: there is none.
-        shared: what the optimizer's ``state`` has under keys that are no parameters, such as a count of steps.
+        optimizer: the user's optimizer.
+        closure: returns the result of the user's closure to each call; ``None``: the step has no closure.
+        shared: the optimizer's states under keys that are no parameters, such as a count of steps.
     """
 
     def __init__(self, optimizer: Optimizer, closure: Callable[[], Any] | None, shared: Mapping[Any, Any]) -> None:
@@ -50,7 +50,7 @@ class WholeStep:
         """Call the optimizer's step.
 
         Raises:
-            ConfigError: it does not evaluate the closure once, or leaves something else than earlier calls did.
+            ConfigError: it does not evaluate the closure exactly once, or has other effects than earlier calls.
         """
         self._put_back()
         num_evaluated, closure = 0, self._closure
@@ -72,16 +72,16 @@ class WholeStep:
         self.note("attributes", self._before, after | deleted, is_idle=is_idle)
 
     def note(self, place: Any, before: Mapping[Any, Any], after: Mapping[Any, Any], *, is_idle: bool = False) -> None:
-        """Note what one call has changed.
+        """Note the changes of one call.
 
         Args:
-            place: what is changed: "attributes", "shared states", or the number of a parameter group.
-            before: what the call found.
-            after: what it has left.
-            is_idle: no parameter of the call has a gradient: it may change nothing where others do.
+            place: "attributes", "shared states", or the number of a parameter group.
+            before: values before the call.
+            after: values after the call.
+            is_idle: no parameter of the call has a gradient, so that it may leave values unchanged which others change.
 
         Raises:
-            ConfigError: it is not what earlier calls did.
+            ConfigError: earlier calls made other changes.
         """
         own = {k: v for k, v in after.items() if k not in ("params", "param_names")}
         changed = {k: v for k, v in own.items() if k not in before or not same(before[k], v)}
@@ -94,7 +94,7 @@ class WholeStep:
             raise CoupledError(f"this optimizer changes its {where} {names} otherwise for other parameters")
 
     def apply(self) -> None:
-        """Make the changes, once."""
+        """Make the noted changes, once."""
         self._put_back()
         own, changed = vars(self._optimizer), self._changes.pop("attributes", {})
         own.update(changed)
@@ -111,7 +111,7 @@ class WholeStep:
                     target[key] = value
 
     def result(self, default: Any) -> Any:
-        """Return what the calls have returned; ``default`` if nothing was called."""
+        """Return the result of the calls; ``default`` if there was none."""
         return self._returned[0] if self._returned else default
 
     def _put_back(self) -> None:
@@ -119,7 +119,7 @@ class WholeStep:
 
 
 def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's numbers, texts and flags, which a step may raise; not those that ``GradScaler`` sets."""
+    """Return an optimizer's attributes that are numbers, texts or flags, except those that ``GradScaler`` sets."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -128,9 +128,9 @@ def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def put_back(optimizer: Optimizer, before: Mapping[str, Any]) -> None:
-    """Give an optimizer the plain attributes that it had, and take away others.
+    """Restore the plain attributes of an optimizer, and delete new ones.
 
-    What has become an object meanwhile stays: it may hold what a step keeps by parameter.
+    An attribute that is now an object stays, because it may hold values by parameter.
     """
     own = vars(optimizer)
     for name in plain_attributes(optimizer).keys() - before.keys():
@@ -141,15 +141,15 @@ def put_back(optimizer: Optimizer, before: Mapping[str, Any]) -> None:
 
 
 def without_hooks(method: Any) -> Any:
-    """Return a method as its author wrote it: PyTorch wraps the ``step`` of each class that has instances."""
+    """Return a method as its author wrote it, because PyTorch wraps the ``step`` of each class that has instances."""
     return method.__wrapped__ if getattr(method, "__code__", None) is _WRAPPER else method
 
 
 class SubgroupStepper:
-    """Calls an optimizer's ``step`` without its hooks, which belong to the whole step.
+    """Calls an optimizer's ``step`` without its hooks, which run once per step, not per call.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -158,14 +158,14 @@ class SubgroupStepper:
         self._step: Callable[..., Any] = without_hooks(type(optimizer).step)
 
     def is_of(self, kind: type[Optimizer]) -> bool:
-        """Return whether the step is still that of a class."""
+        """Return whether ``kind`` still has the step that this object calls."""
         return without_hooks(kind.step) is self._step
 
     def call(self, *closure: Callable[[], Any]) -> Any:
-        """Call the class' step.
+        """Call the step of the optimizer's class.
 
         Raises:
-            ConfigError: it calls the step of a base class, which would run hooks.
+            ConfigError: that step calls the step of a base class, which would run hooks.
         """
         own = vars(self._optimizer)
         hooks = own.get(_PRE_HOOKS)
@@ -191,16 +191,16 @@ class SubgroupStepper:
     ) -> list[State | None]:
         """Update tensors in place.
 
-        A declared optimizer finds all groups at their places, because it may go by these; those that no tensor is of
-        are without parameters, and what happens to their options is thrown away.
+        A declared optimizer gets all its groups, because it may use their numbers. Groups of none of the tensors have
+        no parameters in the call, and changes of their options are dropped.
 
         Args:
             tensors: parameters or slices of them, with their ``grad``.
-            groups: of each tensor, the number of its group in the optimizer's ``param_groups``, ascending.
-            states: of each tensor, ``None``: it has none; the tensors in them are updated in place or replaced.
-            whole: the step that the call belongs to; ``None``: the optimizer changes nothing but parameters and states.
-            owners: the parameters of which the tensors are slices or copies; ``None``: they are these themselves.
-            idle: groups of which nothing has a gradient; then no tensor has.
+            groups: number of each tensor's group in the optimizer's ``param_groups``, ascending.
+            states: state of each tensor; ``None``: it has none. Tensors in them are updated in place or replaced.
+            whole: the step that the call belongs to; ``None``: the optimizer changes only parameters and states.
+            owners: the parameters that the tensors are slices or copies of; ``None``: the tensors are the parameters.
+            idle: groups without any gradient; if given, no tensor has one.
 
         Returns:
             The states afterwards.
@@ -233,7 +233,7 @@ class SubgroupStepper:
     def _lent(
         self, group: dict[str, Any], given: list[tuple[torch.Tensor, int]], whole: WholeStep | None
     ) -> dict[str, Any]:
-        """Return a group of some tensors, with options in the order of the original.
+        """Return a parameter group of some tensors, with the options in the order of the original group.
 
         A declared optimizer gets copies of the options, which it may edit.
         """
@@ -245,15 +245,15 @@ class SubgroupStepper:
         return lent
 
     def run_idle(self, groups: Collection[int], whole: WholeStep) -> None:
-        """Step groups without a gradient, which a plain step sees too: it may count the step in their options."""
+        """Step the groups without a gradient, because a plain step also sees these, and may count in their options."""
         if groups:
             idle = [(p, number) for number in sorted(groups) for p in self._optimizer.param_groups[number]["params"]]
             self.run([p for p, _ in idle], [number for _, number in idle], [None] * len(idle), whole, idle=groups)
 
     def lend(self, groups: list[dict[str, Any]] | None, state: Any, call: Callable[[], T]) -> T:
-        """Let the optimizer have other groups (``None``: its own) and states for a call.
+        """Replace the optimizer's groups (``None``: keep its own) and states for a call.
 
-        No context manager: an interrupt as one is entered or left would leave them there.
+        This is no context manager, because an interrupt while one is entered or left would leave them replaced.
         """
         optimizer = self._optimizer
         groups_before, state_before = optimizer.param_groups, optimizer.state
@@ -271,10 +271,10 @@ class SubgroupStepper:
 
 
 class _NestedHooks(OrderedDict[int, Any]):
-    """Stands in the place of an optimizer's hooks while its step is called."""
+    """Replaces an optimizer's step hooks while its step is called."""
 
     def values(self) -> Any:
-        """Refuse the step of a base class, which asks for them."""
+        """Raise, because only the step of a base class reads the hooks here."""
         raise CoupledError(
             "this optimizer calls the step of a base class, which would run its step hooks again, in each call for "
             "some of its parameters"

@@ -1,10 +1,10 @@
-"""Optimizer states in subgroups of bounded bytes: how parameters are cut, and who comes first.
+"""Cut parameters into subgroups with a bounded number of bytes of states, and order the visits to them.
 
-A *subgroup* is what is brought up, updated and written back at once; ``path_assignment.py`` says where each lies. The
-idea is that of MLP-Offload (arXiv 2509.02480, section on design principles): subgroups as the unit of placement, and
-an order that turns round with each step. Done in another way here: even subgroups instead of full ones and a rest.
+A *subgroup* is loaded, updated and written back as a whole; ``path_assignment.py`` assigns each to a path. As in
+MLP-Offload (arXiv 2509.02480, section on design principles), subgroups are the unit of placement, and the order of
+visits is reversed with each step. Unlike there, subgroups are even, instead of full ones and a rest.
 
-Arithmetic is exact (fractions), so that a bound is a bound, and all processes with equal numbers decide alike.
+Arithmetic is exact (fractions), because bounds must hold, and processes with equal numbers have to decide alike.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lightning_ssd.errors import ConfigError
 __all__ = ["GRANULE", "ParameterSize", "Part", "make_subgroups", "visit_order"]
 
 GRANULE = 65_536
-"""Cuts inside a parameter lie at multiples of so many elements: aligned for direct I/O and for vector units."""
+"""Cuts inside a parameter lie at multiples of this many elements, which aligns them for direct I/O and vector units."""
 
 _SNAP = Fraction(1, 16)
-"""A border between parameters is taken instead of a cut inside one if it is no further off than this part of the even
-share: each cut costs calls and transfers of their own."""
+"""Largest distance, as a part of the even share, at which a border between parameters is preferred to a cut inside one.
+A cut costs additional calls and transfers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of one parameter, in elements of its flat form."""
+    """A range of one parameter, in elements of its flat form."""
 
     parameter: int
     """Index of the parameter."""
@@ -42,50 +42,51 @@ class Part:
 
     @property
     def num_elements(self) -> int:
-        """How many elements; 0 for an empty parameter."""
+        """Number of elements; 0 for an empty parameter."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSize:
-    """How much state a parameter has."""
+    """The size of a parameter's state."""
 
     num_elements: int
     bytes_per_element: float
-    """Of state, all tensors together: 12 for a master copy and two moments in float32."""
+    """Bytes of state per element, all tensors together: 12 for a master copy and two moments in float32."""
     sliceable: bool
-    """Whether its elements may be updated in separate calls. Not so where an update needs a norm or a matrix."""
+    """Whether its elements may be updated in separate calls; false if an update needs a norm or a matrix."""
 
     def __post_init__(self) -> None:
         if self.num_elements < 0:
-            raise ConfigError(f"ParameterSize.num_elements={self.num_elements!r}; allowed: 0 or more")
-        if not 0 <= self.bytes_per_element < math.inf:
-            raise ConfigError(f"ParameterSize.bytes_per_element={self.bytes_per_element!r}; allowed: 0 or more bytes")
+            raise ConfigError(f"ParameterSize.num_elements={self.num_elements!r} is negative; give 0 or more")
+        nbytes = self.bytes_per_element
+        if not 0 <= nbytes < math.inf:
+            raise ConfigError(f"ParameterSize.bytes_per_element={nbytes!r} is no size; give 0 or more bytes")
 
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
 
 
 def make_subgroups(sizes: Sequence[ParameterSize], max_bytes: int) -> tuple[tuple[Part, ...], ...]:
-    """Cut parameters, in their order, into the fewest subgroups of at most ``max_bytes``, all about equal.
+    """Cut parameters, in their order, into the fewest subgroups of at most ``max_bytes``, all of about equal size.
 
-    Subgroups as in MLP-Offload (arXiv 2509.02480, section on design principles), there of a fixed number of elements.
-    The number is what filling each one to the brim needs. Then cut ``k`` of ``n`` goes next to ``k / n`` of the bytes:
-    to the border of a parameter if one is near, else to a multiple of :data:`GRANULE` inside a sliceable parameter.
+    MLP-Offload's subgroups (arXiv 2509.02480, section on design principles) have a fixed number of elements. Here their
+    number is the smallest possible. Then cut ``k`` of ``n`` is placed near ``k / n`` of the bytes: at the border of a
+    parameter if one is near, else at a multiple of :data:`GRANULE` inside a sliceable parameter.
 
     Args:
-        sizes: of the parameters. One without elements gets one empty part.
-        max_bytes: of state per subgroup. One that is smaller than a granule of a sliceable parameter counts as that.
+        sizes: sizes of the parameters. A parameter without elements gets one empty part.
+        max_bytes: limit of state per subgroup. It is raised to the largest granule of a sliceable parameter.
 
     Returns:
-        Each element exactly once, in order. A parameter that is not sliceable and larger than ``max_bytes`` is alone
-        in its subgroup. Nothing without parameters.
+        The subgroups, with each element exactly once, in order; empty without parameters. A parameter that is not
+        sliceable and larger than ``max_bytes`` is alone in its subgroup.
 
     Raises:
         ConfigError: if ``max_bytes`` is not above 0.
     """
     if max_bytes <= 0:
-        raise ConfigError(f"make_subgroups(max_bytes={max_bytes!r}); allowed: bytes above 0")
+        raise ConfigError(f"make_subgroups(max_bytes={max_bytes!r}) leaves no room for states; give bytes above 0")
     nbytes = [size.num_elements * Fraction(size.bytes_per_element) for size in sizes]
     granules = (min(size.num_elements, GRANULE) * Fraction(size.bytes_per_element) for size in sizes if size.sliceable)
     limit = max(Fraction(max_bytes), max(granules, default=Fraction(0)))
@@ -101,17 +102,17 @@ def make_subgroups(sizes: Sequence[ParameterSize], max_bytes: int) -> tuple[tupl
 
 
 class _Cut(NamedTuple):
-    """A place between two elements. Compares by position."""
+    """A place between two elements. Cuts compare by position."""
 
     at: Fraction
-    """Bytes before it, from the begin of the run."""
+    """Bytes from the beginning of the run to it."""
     parameter: int
-    """The parameter of the element after it; one after the last at the end of the run."""
+    """Index of the parameter with the element after it; at the end of the run, one after the last parameter."""
     element: int
 
 
 class _Run:
-    """Parameters ``first`` to ``stop`` as one line of bytes that may be cut at some places."""
+    """Parameters ``first`` to ``stop`` as one sequence of bytes that may be cut at some places."""
 
     def __init__(self, sizes: Sequence[ParameterSize], first: int, stop: int) -> None:
         self.sizes, self.first = sizes, first
@@ -123,12 +124,12 @@ class _Run:
         return GRANULE * Fraction(self.sizes[cut.parameter].bytes_per_element)
 
     def border(self, at: Fraction) -> _Cut:
-        """The last border of parameters at or before ``at``. Parameters without bytes there lie before it."""
+        """Return the last border of parameters at or before ``at``. Parameters without bytes there lie before it."""
         index = bisect_right(self.borders, at) - 1
         return _Cut(self.borders[index], self.first + index, 0)
 
     def before(self, at: Fraction) -> _Cut:
-        """The last place to cut at or before ``at``."""
+        """Return the last possible cut at or before ``at``."""
         at = min(at, self.nbytes)
         start = self.border(at)
         if start.at == at or not self.sizes[start.parameter].sliceable:
@@ -138,11 +139,11 @@ class _Run:
         return _Cut(start.at + count * step, start.parameter, count * GRANULE)
 
     def next_border(self, cut: _Cut) -> _Cut:
-        """The border of parameters after ``cut``."""
+        """Return the border of parameters after ``cut``."""
         return self.border(self.borders[min(cut.parameter - self.first + 1, len(self.borders) - 1)])
 
     def after(self, cut: _Cut) -> _Cut:
-        """The place to cut that follows ``cut``."""
+        """Return the next possible cut after ``cut``."""
         border = self.next_border(cut)
         if cut.at == border.at or not self.sizes[cut.parameter].sliceable:
             return border
@@ -150,13 +151,13 @@ class _Run:
         return inside if inside.at < border.at else border
 
     def from_(self, at: Fraction) -> _Cut:
-        """The first place to cut at or after ``at``."""
+        """Return the first possible cut at or after ``at``."""
         cut = self.before(max(at, Fraction(0)))
         return cut if cut.at >= at else self.after(cut)
 
 
 def _cut_run(sizes: Sequence[ParameterSize], first: int, stop: int, limit: Fraction) -> Iterator[tuple[Part, ...]]:
-    """Subgroups of parameters none of which is too large for one."""
+    """Yield the subgroups of a run of parameters, none of which is too large for a subgroup."""
     if first == stop:
         return
     run = _Run(sizes, first, stop)
@@ -164,8 +165,8 @@ def _cut_run(sizes: Sequence[ParameterSize], first: int, stop: int, limit: Fract
     count = len(earliest) - 1
     last = _Cut(Fraction(0), first, 0)
     for k in range(1, count + 1):
-        # Behind the earliest the rest fits into the subgroups that are left. As there are no fewer than needed, the
-        # earliest is behind the last one too.
+        # After the earliest cut, the rest fits into the remaining subgroups. Their number is no smaller than needed, so
+        # that the earliest cut is also after the last one.
         high = run.before(last.at + limit)
         cut = _nearest(run, k * run.nbytes / count, earliest[k], high, run.nbytes / count * _SNAP)
         yield _parts(sizes, last, cut if k < count else _Cut(run.nbytes, stop, 0))
@@ -173,7 +174,7 @@ def _cut_run(sizes: Sequence[ParameterSize], first: int, stop: int, limit: Fract
 
 
 def _earliest_cuts(run: _Run, limit: Fraction) -> list[_Cut]:
-    """Where cuts 0 to n lie if the fewest subgroups are filled from the end: no cut can lie before its one here."""
+    """Return cuts 0 to n if the fewest subgroups are filled from the end. Each is the earliest possible one."""
     cuts = [run.before(run.nbytes)]
     while cuts[-1].at > 0 or len(cuts) == 1:
         cuts.append(run.from_(cuts[-1].at - limit))
@@ -181,7 +182,7 @@ def _earliest_cuts(run: _Run, limit: Fraction) -> list[_Cut]:
 
 
 def _nearest(run: _Run, target: Fraction, low: _Cut, high: _Cut, snap: Fraction) -> _Cut:
-    """The best place from ``low`` to ``high``: the border nearest to ``target`` within ``snap``, else any nearest."""
+    """Return the best cut from ``low`` to ``high``: the nearest border within ``snap`` of ``target``, else any cut."""
 
     def off(cut: _Cut) -> Fraction:
         return abs(cut.at - target)
@@ -194,7 +195,7 @@ def _nearest(run: _Run, target: Fraction, low: _Cut, high: _Cut, snap: Fraction)
 
 
 def _parts(sizes: Sequence[ParameterSize], start: _Cut, stop: _Cut) -> tuple[Part, ...]:
-    """What lies between two cuts."""
+    """Return the parts between two cuts."""
     parts = []
     for parameter in range(start.parameter, stop.parameter + (stop.element > 0)):
         begin = start.element if parameter == start.parameter else 0
@@ -207,16 +208,16 @@ def _parts(sizes: Sequence[ParameterSize], start: _Cut, stop: _Cut) -> tuple[Par
 
 
 def visit_order(num: int, step: int, first: int = 0) -> list[int]:
-    """In which order a step visits its subgroups: up in even steps, down in odd ones.
+    """Return the order in which a step visits its subgroups: ascending in even steps, descending in odd ones.
 
-    What one step had last, and what may thus still be in memory, is first in the next one: MLP-Offload's
+    The subgroups that a step visited last may still be in memory. So the next step begins with them: MLP-Offload's
     cache-friendly order (arXiv 2509.02480, section on design principles).
 
     Args:
-        num: of subgroups.
+        num: number of subgroups.
         step: number of the step, from 0.
-        first: where even steps begin; from the end they go on at the beginning. Different for processes that share
-            drives, so that they do not ask the same path for their first subgroups.
+        first: subgroup that even steps begin with; after the last one they continue with 0. Processes that share drives
+            have different ones, so that they do not all begin with the same path.
     """
     order = [(first + index) % num for index in range(num)]
     return order if step % 2 == 0 else order[::-1]

@@ -1,4 +1,4 @@
-"""What all parts of an offloaded optimizer speak of."""
+"""Types and errors that all parts of an offloaded optimizer share."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lightning_ssd.errors import ConfigError
 __all__ = ["WITHIN_STEP", "CoupledError", "State"]
 
 State = dict[Hashable, Any]
-"""What an optimizer remembers of one parameter."""
+"""State of one parameter, by name."""
 
 WITHIN_STEP = (
     "in the middle of a step of this optimizer, as by a signal handler: the states are those of no step. Nothing was "
     "changed; call it after step(), by a flag that the handler sets"
 )
-"""To whoever asks for what a step has not ended with yet."""
+"""End of errors for a signal handler that reads or changes states during a step."""
 
 
 class CoupledError(ConfigError):
-    """A call of an optimizer for some of its parameters did what a plain step would not, or would otherwise.
+    """A call of an optimizer for some of its parameters had other effects than a plain step.
 
     Args:
-        finding: what it did, as the beginning of a sentence.
+        finding: the effect, as the beginning of a sentence.
     """
 
     def __init__(self, finding: str) -> None:

@@ -1,1 +1,1 @@
-"""Where the bytes of optimizer states are: in memory, on a drive, or on the way."""
+"""Hold the bytes of optimizer states in memory and on drives, and move them between the two."""

@@ -1,7 +1,7 @@
-"""Memory for subgroups of optimizer states: a few pieces that are used again and again, whoever still points at them.
+"""Reuse a few blocks of memory for subgroups of optimizer states, even while other objects still point at them.
 
-Fresh memory is dear (a page fault per 4 KiB), and sizes rounded up to powers of two would waste up to half of it: a
-slot is as large as the largest subgroup so far when it was made; only what is touched of it takes memory.
+Fresh memory is slow (a page fault per 4 KiB), and sizes rounded up to powers of two would waste up to half of it. So a
+block is as large as the largest subgroup so far. Only the touched pages of it take memory.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["BufferPool"]
 
 
 class BufferPool:
-    """Lends storages of exact sizes. Not thread-safe: its owner locks.
+    """Lends storages of exact sizes. It is not thread-safe: its owner has to lock.
 
     Args:
-        device: on CPU, page-aligned memory in huge pages; elsewhere, PyTorch's allocator serves.
+        device: device of the storages. A CPU's are page-aligned, in huge pages; others are from PyTorch's allocator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,10 +33,10 @@ class BufferPool:
         self.num_lent = self.lent_bytes = self.peak_bytes = 0
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
-        """A storage of ``nbytes`` bytes with arbitrary content.
+        """Return a storage of ``nbytes`` bytes with arbitrary content.
 
         Raises:
-            MemoryError: there is no such memory (``torch.OutOfMemoryError`` on a device).
+            MemoryError: memory has run out (``torch.OutOfMemoryError`` on a device).
         """
         storage = self._take(nbytes)
         self.num_lent += 1
@@ -54,21 +54,21 @@ class BufferPool:
             self._spare.remove(array)
         else:
             if self._spare:
-                self._spare.pop()  # too small: a larger one takes its place
-            # Else each that is a little larger than those before would be made anew, and the old ones live on as long
-            # as a move holds them.
+                self._spare.pop()  # too small: a larger one replaces it
+            # By the largest size, because blocks of slightly growing sizes would be made again and again, and a move
+            # keeps an old block alive.
             array = MappedBlock(round_up(self._largest_nbytes, PAGE_BYTES)).export()
         self._lent[ctypes.addressof(array)] = array
         return torch.frombuffer(array, dtype=torch.uint8, count=nbytes).untyped_storage()
 
     def used_here(self, storage: torch.UntypedStorage) -> None:
-        """The current stream uses the memory, which a worker may have allocated on another one."""
+        """Record that the current stream uses the memory, which a worker may have allocated on another stream."""
         if (accelerator := accelerator_of(self._device)) is not None:
             whole = storage_bytes(storage, 0, storage.nbytes())
             whole.record_stream(accelerator.current_stream())
 
     def give_back(self, storage: torch.UntypedStorage) -> None:
-        """End of use: nobody reads or writes it any more."""
+        """Take a storage back, which no thread and no stream may read or write any more."""
         self.num_lent -= 1
         self.lent_bytes -= storage.nbytes()
         array = self._lent.pop(storage.data_ptr(), None)
@@ -76,10 +76,10 @@ class BufferPool:
             self._spare.append(array)
 
     def trim(self, num: int) -> None:
-        """Free what is spare beyond ``num`` pieces, lent ones counted."""
+        """Free spare blocks until there are at most ``num``, with the lent ones."""
         while self._spare and len(self._spare) + len(self._lent) > num:
             self._spare.pop()
 
     def clear(self) -> None:
-        """Free what is not lent."""
+        """Free all blocks that are not lent."""
         self._spare.clear()

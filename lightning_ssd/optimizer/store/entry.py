@@ -1,4 +1,4 @@
-"""One subgroup of optimizer states: where its bytes are, who holds them, and what no drive took."""
+"""Describe where the bytes of a subgroup are, count the holders of stored copies, and note failed writes."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ __all__ = [
 
 
 class Residency(enum.Enum):
-    """Of a subgroup's bytes."""
+    """The place of a subgroup's bytes."""
 
     AWAY = enum.auto()
-    """On a drive alone, or never stored."""
+    """Only on a drive, or never stored."""
     READING = enum.auto()
     HERE = enum.auto()
-    """In memory; nobody uses it now."""
+    """In memory, and not in use."""
     IN_USE = enum.auto()
     WRITING = enum.auto()
 
 
 class StoredCopy:
-    """Bytes on a tier that stay as they are while somebody holds them. Counted under the store's lock."""
+    """Bytes on a tier, which are not freed before their last holder releases them. Counted under the store's lock."""
 
     __slots__ = ("num_holders", "stored", "tier")
 
@@ -53,87 +53,90 @@ class StoredCopy:
 
     @property
     def is_cached(self) -> bool:
-        """Whether it is in host memory, not on a drive."""
+        """Whether the bytes are in host memory, not on a drive."""
         return isinstance(self.tier, HostTier)
 
     def show(self, view: FileView, start: int, offset: int, nbytes: int) -> None:
-        """Map part of it, from ``offset`` on, at ``start`` of a view.
+        """Map ``nbytes`` of the bytes, from ``offset`` on, into a view at ``start``.
 
         Raises:
-            StorageError: it is in host memory.
+            StorageError: the bytes are in host memory.
         """
         if isinstance(self.tier, HostTier):
             raise StorageError("optimizer states are in host memory, in no file; flush() them first")
         self.tier.show(self.stored, view, start, offset, nbytes)
 
     def release(self) -> None:
-        """One holder less; the last one gives the extent back."""
-        # The garbage collector may run this within itself: what counts is how many there were at this very moment.
+        """Drop one holder; the last one frees the extent."""
+        # The garbage collector may run this within itself, so that the count is read once.
         self.num_holders = left = self.num_holders - 1
         if left == 0:
             self.tier.free(self.stored)
 
 
 class CopyPin:
-    """While it lives, extents stay as they are. Memory that shows them keeps it alive. Whoever makes it has it watched
-    by :class:`DeferredReleases`.
+    """Keeps extents from being freed while it lives. Memory that maps these extents holds a reference to it.
+
+    Its maker registers it with :class:`DeferredReleases`.
     """
 
 
 class Owner(Protocol):
-    """Who knows what the memory of a subgroup means."""
+    """An object that describes the memory of a subgroup."""
 
     contents: Any
 
 
 @dataclass(slots=True)
 class SubgroupEntry:
-    """One subgroup."""
+    """The memory, the stored copy and the moves of one subgroup."""
 
     path: int = 0
+    """Number of the tier that the next write goes to."""
     where: Residency = Residency.AWAY
     storage: torch.UntypedStorage | None = None
-    """Its memory, also while it is being read into."""
+    """Its memory, also while a read fills it."""
     copy: StoredCopy | None = None
+    """Its bytes on a tier."""
     mark: StreamEvent | None = None
-    """Its memory may be read once this has passed; ``None``: now."""
+    """Event after which its memory may be read; ``None``: now."""
     used: StreamEvent | None = None
-    """Its memory has been changed once this has passed; ``None``: by now, or it is in use."""
+    """Event after which changes of its memory are complete; ``None``: they are, or the memory is in use."""
     is_dirty: bool = False
-    """Whether memory is ahead of the drive."""
+    """Whether the memory is newer than the copy."""
     is_wanted: bool = False
-    """Whether somebody waits for the end of its write, to have it at once."""
+    """Whether the training thread waits for it, so that it stays in memory when its write ends."""
     is_stuck: bool = False
-    """Whether its last write failed: it has a piece of memory beyond the others' until it can be written."""
+    """Whether its last write failed. It then has a slot in addition to the limit, until it can be written."""
     error: BaseException | None = None
-    """Of its last read, until somebody takes it."""
+    """Error of its last read, until it is raised."""
     writer: WriteOwner | None = None
-    """Of the write under way."""
+    """Owner of the write under way."""
     tried: set[int] = field(default_factory=set)
-    """Paths that the write under way was refused by."""
+    """Paths that the write under way has tried."""
 
     def take_error(self) -> BaseException | None:
-        """What its last read failed with, once."""
+        """Return the error of its last read, once."""
         error, self.error = self.error, None
         return error
 
     def replace_copy(self, copy: StoredCopy | None) -> None:
-        """Another one, or none, is good now."""
+        """Set the stored copy, and release the former one."""
         former, self.copy = self.copy, copy
         if former is not None:
             former.release()
 
 
 def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The same bytes in memory of their own."""
+    """Return a copy of a storage."""
     return storage_bytes(storage, 0, storage.nbytes()).clone().untyped_storage()
 
 
 class DeferredReleases:
-    """Whoever holds a copy may die anywhere, also in the garbage collector, under any lock. So no code of ours runs
-    then: the weak reference itself, in C, notes that the holder is gone.
+    """Releases stored copies after their holder has died.
 
-    Copies are counted in :meth:`give_back` alone, under their owner's lock.
+    A holder may die anywhere, also in the garbage collector, under any lock. So no Python code runs then: a weak
+    reference adds itself to a queue, in C. Only :meth:`give_back` releases copies, under their owner's lock.
     """
 
     def __init__(self) -> None:
@@ -141,30 +144,30 @@ class DeferredReleases:
         self._dead: deque[weakref.ref[CopyPin]] = deque()
 
     def watch(self, hold: CopyPin, copies: list[StoredCopy]) -> None:
-        """Give the copies back when their holder has died; more may come."""
+        """Release the copies in a list after ``hold`` has died. The caller may add to the list."""
         self._watched[weakref.ref(hold, self._dead.append)] = copies
 
     def give_back(self) -> None:
-        """What dead holders held."""
+        """Release the copies of dead holders."""
         while self._dead:
             copies = self._watched.get(self._dead[0], [])
             while copies:
                 copies.pop().release()
             self._watched.pop(self._dead[0], None)
-            self._dead.popleft()  # last: an interrupted call is made good by the next one
+            self._dead.popleft()  # last, so that the next call completes an interrupted one
 
 
 class WriteFailures:
-    """Subgroups whose states stay in memory because they cannot be written. Its owner locks."""
+    """Counts the subgroups that stay in memory because they cannot be written. Its owner locks."""
 
     def __init__(self) -> None:
         self.num_stuck = 0
-        """Subgroups that have a piece of memory beyond the others' now, or training would wait for one for ever."""
+        """Slots in addition to the limit, one for each such subgroup. Without them training would wait for ever."""
         self.last_error: str | None = None
         self._warning: str | None = None
 
     def note(self, home: SubgroupEntry, error: BaseException | None, *, quietly: bool) -> None:
-        """A subgroup stays in memory; ``quietly``: nobody needs to know."""
+        """Note that a subgroup stays in memory; ``quietly``: without a warning."""
         self.num_stuck += not home.is_stuck
         home.is_stuck = True
         if self.last_error is None and not quietly:
@@ -172,15 +175,15 @@ class WriteFailures:
                 f"optimizer states could not be written and stay in memory, exact as before: {error}. Free space on "
                 "the drive, or name another directory in HardwareProfile.paths"
             )
-        self.last_error = str(error) or repr(error)  # not itself: its frames hold what was to be written
+        self.last_error = str(error) or repr(error)  # not the error, whose frames hold the bytes of the write
 
     def is_written(self, home: SubgroupEntry) -> None:
-        """Memory is not ahead of the drive any more."""
+        """Note that a subgroup's copy is as new as its memory."""
         home.is_dirty = False
         self.num_stuck -= home.is_stuck
         home.is_stuck = False
 
     def take_warning(self) -> str | None:
-        """What the user should know, once."""
+        """Return the warning about failed writes, once; ``None``: there is none."""
         warning, self._warning = self._warning, None
         return warning

@@ -1,4 +1,4 @@
-"""The files that optimizer states wait in: one tier per directory, and how fast each has turned out to be."""
+"""The files of offloaded optimizer states: one tier per directory, with measured rates."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["StateFiles"]
 
 
 class StateFiles:
-    """What one optimizer needs of the machine.
+    """The drives and the host memory that one optimizer uses.
 
     Args:
-        tiers: one per directory; their files have all bytes of what is written.
-        probes: measure the directories, where there are several.
-        device: where states are updated.
-        copies: between that device and the host.
-        block_bytes: granularity of what moves.
+        tiers: one per directory; their files hold all bytes that are written.
+        probes: measure the rates of the directories, if there are several.
+        device: device on which states are updated.
+        copies: makes copies between that device and the host.
+        block_bytes: unit of moves.
         first: subgroup that the first step begins with.
-        host: a cache in host memory, where the device has memory of its own.
-        share: elsewhere: of the host memory in which more states may stay than a step needs there.
-        resources: closes the tiers and what they stand on.
+        host: a cache in host memory, if the device has memory of its own.
+        share: share of the budget of host memory for states that stay in memory, if the device has none of its own.
+        resources: closes the tiers and their resources.
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class StateFiles:
         self._last: list[Progress] | None = None
 
     def rates(self) -> list[tuple[float, float]]:
-        """Write and read rate of each directory in bytes per second; one alone need not be measured."""
+        """Return the write and read rate of each directory in bytes per second. A single one is not measured."""
         if len(self.tiers) == 1:
             return [(1.0, 1.0)]
         found = [meter.machine().ssd for meter in self._meters]
         return [(0.0, 0.0) if rates is None else (rates.write_bytes_per_s, rates.read_bytes_per_s) for rates in found]
 
     def reserve(self, needs: Sequence[int]) -> None:
-        """Take the space on the drives before the first step needs it.
+        """Reserve the space on the drives before the first step needs it.
 
-        What one directory has no room for is taken in the others: writes go there when the first one refuses them.
+        If one directory has too little room, the rest is reserved in the others, which get the writes that it refuses.
 
         Args:
             needs: bytes in each directory.
 
         Raises:
-            OutOfSpaceError: all directories together have no room. Nothing was given back, and nothing is lost.
+            OutOfSpaceError: all directories together have no room. Earlier reservations stay, and no state is lost.
         """
         doing = f"Reserving {format_sizes(sum(needs))[0]} of disk space for optimizer states"
         with StatusLine(doing, delay_s=0), deferring_interrupts():
@@ -103,7 +103,7 @@ class StateFiles:
             ) from first
 
     def progress(self) -> list[Progress]:
-        """Of each directory."""
+        """Return the counters of each directory."""
         return self._last or [tier.progress() for tier in self.tiers]
 
     def close(self) -> None:

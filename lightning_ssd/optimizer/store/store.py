@@ -1,7 +1,7 @@
-"""Where the states of each subgroup are: in memory, on a drive, or on the way.
+"""Move the states of subgroups between memory and drives.
 
-A subgroup's bytes move as a whole. A write goes to a fresh extent, and the last good copy is given back only when the
-new one is complete, so that no failure of a drive costs a state: what cannot be written stays in memory.
+A subgroup's bytes move as a whole. A write goes to a fresh extent, and the last good copy is freed only when the new
+one is complete. So no failure of a drive loses a state: a subgroup that cannot be written stays in memory.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ class _PendingRead:
 
 
 class StateStore:
-    """Subgroups by number, in a bounded number of pieces of memory and any number of directories.
+    """Subgroups by number, in a bounded number of slots in memory, and any number of directories.
 
-    One thread trains: it calls everything but the tiers' callbacks.
+    The training thread makes all calls except the callbacks of tiers, which workers make.
 
     Args:
         tiers: one per directory.
-        device: where the memory is.
-        num_slots: pieces of memory at most; each holds a subgroup. One more for each that cannot be written.
-        copies: between that device and the host.
-        block_bytes: memory that is asked for is a multiple of this many bytes.
+        device: device of the memory.
+        num_slots: limit of slots, each of which holds a subgroup. A subgroup that cannot be written gets one more.
+        copies: makes copies between that device and the host.
+        block_bytes: all sizes of memory are multiples of this many bytes.
         host: a cache in host memory, for a device that has memory of its own.
     """
 
@@ -101,7 +101,8 @@ class StateStore:
         self.kept_bytes = 0
         self._device, self._copies, self._host = device, copies, host
         self.slots = BufferPool(device)
-        # Guards everything below; told of every end of a move. Tiers' locks are taken under it, never it under theirs.
+        # Guards everything below, and wakes waits when a move ends. Tiers' locks are taken under it, never it under
+        # theirs.
         self._changed = Changes()
         self._lock = self._changed.lock
         self._homes: list[SubgroupEntry] = []
@@ -117,11 +118,11 @@ class StateStore:
 
     @property
     def num_slots(self) -> int:
-        """Pieces of memory at most, now."""
+        """Present limit of slots."""
         return self._num_allowed + self._failures.num_stuck
 
     def add_slots(self, num: int) -> None:
-        """Allow so many more pieces of memory, or fewer: then what is too much leaves as memory is needed."""
+        """Raise the limit of slots by ``num``. If it is lowered, subgroups are evicted when memory is needed."""
         with self._lock:
             self._num_allowed += num
 
@@ -129,54 +130,54 @@ class StateStore:
         return len(self._homes)
 
     def add(self, paths: Iterable[int], first: int | None = None) -> None:
-        """More subgroups, with the tier that each is to be written to.
+        """Add subgroups.
 
         Args:
-            paths: of each, the tier.
-            first: the number of the first one: homes beyond it, of an addition that was interrupted, are nobody's.
+            paths: the tier that each is to be written to.
+            first: number of the first new subgroup. Entries from it on are left from an interrupted call, and dropped.
         """
         self._homes[first if first is not None else len(self) :] = [SubgroupEntry(path=path) for path in paths]
 
     @property
     def paths(self) -> list[int]:
-        """Of each subgroup, the tier that its next write goes to."""
+        """The tier that the next write of each subgroup goes to."""
         return [home.path for home in self._homes]
 
     def assign(self, paths: Sequence[int]) -> None:
-        """Send next writes elsewhere. What is on a drive already stays there until then."""
+        """Set the tiers of the next writes. Bytes that are on a drive stay there until then."""
         for home, path in zip(self._homes, paths, strict=True):
             home.path = path
 
     def in_memory(self) -> list[int]:
-        """Subgroups that need no fetch."""
+        """Return the subgroups that are in memory, and need no fetch."""
         with self._lock:
             return [i for i, home in enumerate(self._homes) if home.storage is not None]
 
     # -- up ------------------------------------------------------------------------------------------------------
 
     def prefetch(self, indices: Iterable[int]) -> None:
-        """Bring these up, in this order, as memory becomes free."""
+        """Read these subgroups into memory, in this order, as slots become free."""
         with self._lock:
             self._queue = deque(indices)
             self._pump()
 
     @spanned("lightning_ssd::fetch")
     def take(self, index: int) -> torch.UntypedStorage | None:
-        """The memory of a subgroup, for the caller alone until :meth:`give`; ``None`` if it was never stored.
+        """Return the memory of a subgroup, for the caller alone until :meth:`give`; ``None`` if it was never stored.
 
         Raises:
-            StorageError: it cannot be read; its copy on the drive stays as it is.
+            StorageError: it cannot be read. Its copy on the drive is not changed.
         """
         home = self._homes[index]
         begin_s = time.perf_counter()
         with self._lock:
             home.is_wanted = True
-            home.take_error()  # of a read ahead of time, when nobody wanted it: memory may have been short then
+            home.take_error()  # drop the error of a speculative read: memory may have been short then
         self._until(lambda: not self._is_coming(index))
         with self._lock:
             home.is_wanted = False
             self.stall_s += time.perf_counter() - begin_s
-            self._check_open()  # another thread may have closed it, and what was here is forgotten
+            self._check_open()  # another thread may have closed it, and dropped the memory
             error = home.take_error()
             if error is not None:
                 error.add_note(f"This was a read of the optimizer states of subgroup {index}.")
@@ -190,7 +191,7 @@ class StateStore:
             return home.storage
 
     def _is_coming(self, index: int) -> bool:
-        """Whether a subgroup that somebody waits for has still to move. Has its read begin if nobody has yet."""
+        """Return whether a subgroup that the caller waits for is still on its way. Begins its read if it has to."""
         home = self._homes[index]
         if home.where is Residency.AWAY and home.copy is not None and home.error is None:
             if index not in self._queue:
@@ -200,11 +201,11 @@ class StateStore:
         return is_queued or home.where in (Residency.READING, Residency.WRITING)
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """Memory for a subgroup that has none that fits, once there is a slot for it. :meth:`give` takes it back."""
+        """Wait for a slot, and return memory for a subgroup that has none of this size. :meth:`give` takes it back."""
         begin_s = time.perf_counter()
         with self._lock:
             self._free_allocated()
-            self._num_awaited = 1  # or reads ahead of time would take each slot that becomes free
+            self._num_awaited = 1  # or speculative reads would take each slot that becomes free
         try:
             self._until(lambda: self.slots.num_lent < self.num_slots)
         finally:
@@ -222,7 +223,7 @@ class StateStore:
         return self._allocated
 
     def _free_allocated(self) -> None:
-        """Of a step that was interrupted before it gave it."""
+        """Free the memory of :meth:`allocate` if an interrupted step has not given it back."""
         storage, self._allocated = self._allocated, None
         self._free(storage)
 
@@ -234,7 +235,7 @@ class StateStore:
     # -- down ----------------------------------------------------------------------------------------------------
 
     def will_change(self, index: int) -> None:
-        """Before somebody writes to memory that he has taken: interrupted half-way, it is ahead of its drive."""
+        """Mark a subgroup as dirty before it is modified, so that an interrupt cannot lose the update."""
         with self._lock:
             self._homes[index].is_dirty = True
 
@@ -247,22 +248,23 @@ class StateStore:
         keep: bool,
         new: tuple[Owner, Any] | None = None,
     ) -> None:
-        """End of use.
+        """Give a subgroup back after use.
 
         Args:
-            index: of the subgroup.
-            storage: what holds it now: that of :meth:`take`, or a new one of :meth:`allocate`; ``None``: nothing.
-            is_dirty: whether it has changed.
+            index: number of the subgroup.
+            storage: its memory, from :meth:`take` or :meth:`allocate`; ``None``: it has none any more.
+            is_dirty: whether the memory has changed.
             keep: leave it in memory; else it is written if dirty, and its memory becomes free.
-            new: who is to know what the memory holds from now on, and what that is; ``None``: what it held.
+            new: the owner and its new description of the memory, which are set together with the memory; ``None``: the
+                description is unchanged.
         """
         with self._lock:
             home = self._homes[index]
             if self._allocated is not storage:
                 self._free_allocated()
-            # Now: a worker that lets go of it later, to make room, is on another stream.
+            # Now, because a worker that evicts it later is on another stream.
             used = self._copies.mark() if storage is not None and (home.is_dirty or is_dirty) else None
-            # No call in between: an interrupt would leave the bytes of one and the layout of the other.
+            # No call in between: an interrupt would leave the old layout with the new bytes.
             former, home.storage = home.storage, storage
             self._allocated = None if former is storage else former
             home.is_dirty = (home.is_dirty or is_dirty) and storage is not None
@@ -282,7 +284,7 @@ class StateStore:
             self._pump()
 
     def evict(self, indices: Iterable[int]) -> None:
-        """Let go of what is in memory and not in use."""
+        """Evict those of the subgroups that are in memory and not in use."""
         with self._lock:
             for index in indices:
                 if self._homes[index].where is Residency.HERE:
@@ -290,10 +292,10 @@ class StateStore:
             self._pump()
 
     def flush(self) -> None:
-        """Write what is ahead of its drive, and wait for all writes. What stays in memory stays there.
+        """Write all dirty subgroups to drives, and wait for all writes. Subgroups in memory also stay in memory.
 
         Raises:
-            StorageError: something cannot be written; it stays in memory.
+            StorageError: a subgroup cannot be written; it stays in memory.
         """
         with self._lock:
             for index, home in enumerate(self._homes):
@@ -312,7 +314,7 @@ class StateStore:
                 )
 
     def _empty_cache(self, line: StatusLine) -> None:
-        """What is in host memory only goes through a slot to its drive."""
+        """Write the subgroups that are in the cache in host memory to their drives, each through a slot."""
         for index, home in line.over(list(enumerate(self._homes)), lambda one: _cached_bytes(one[1])):
             if home.copy is not None and home.copy.is_cached:
                 self.take(index)
@@ -322,7 +324,7 @@ class StateStore:
         self.wait_for_writes(line)
 
     def wait_for_writes(self, line: StatusLine | None = None) -> None:
-        """Until no write is under way. What was to leave memory has left it then."""
+        """Wait until no write is under way. Evicted subgroups have left memory then."""
         self._until(lambda: not any(home.where is Residency.WRITING for home in self._homes), line)
 
     def _let_go(self, index: int, *, to_drive: bool = False) -> None:
@@ -333,7 +335,7 @@ class StateStore:
         home.where = Residency.WRITING
         try:
             self._write(index, to_drive=to_drive)
-        except BaseException:  # an interrupt may come when it is queued: nobody wants it then
+        except BaseException:  # an interrupt may come when the write is queued: without a writer it is not wanted
             home.where, home.writer = Residency.HERE, None
             raise
 
@@ -342,7 +344,7 @@ class StateStore:
         home = self._homes[index]
         if self._host is not None and not to_drive:
             if home.copy is not None and home.copy.is_cached:
-                home.replace_copy(None)  # memory is ahead of it and stays until the write has ended: its room serves
+                home.replace_copy(None)  # free its room for the write: memory is newer, and stays until the write ends
             home.tried = set()
             if self._submit(index, self._host):
                 return
@@ -350,7 +352,7 @@ class StateStore:
         self._submit(index, self.tiers[home.path])
 
     def _write_elsewhere(self, index: int) -> bool:
-        """Write a subgroup that was refused to a directory that has not refused it yet, if there is one."""
+        """Write a subgroup to a directory that has not refused it yet; return whether there is one."""
         home = self._homes[index]
         nearest_first = sorted(range(len(self.tiers)), key=lambda path: path != home.path)
         other = next((path for path in nearest_first if path not in home.tried), None)
@@ -360,16 +362,16 @@ class StateStore:
         home.tried.add(other)
         try:
             self._submit(index, self.tiers[other])
-        except OffloaderClosedError:  # it has closed before the one that refused
+        except OffloaderClosedError:  # this tier has closed before the one that refused
             return False
         return True
 
     def _submit(self, index: int, tier: SsdTier | HostTier) -> bool:
-        """Return whether the tier has room."""
+        """Queue a write of a subgroup; return whether the tier has room."""
         home = self._homes[index]
         if home.storage is None:
             raise RuntimeError("a subgroup without memory was to be written")
-        # A write that was interrupted while it was queued may be in the queue all the same: then it is not this one.
+        # An earlier write may be in the queue though its call was interrupted. It is no longer the entry's writer.
         write = home.writer = _PendingWrite(self, index, tier, home.storage)
         mark = home.used or self._copies.mark()
         return tier.write(write, home.storage.nbytes(), mark, label=f"optimizer states of subgroup {index}")
@@ -382,13 +384,13 @@ class StateStore:
         with self._lock:
             home = self._homes[write.index]
             if home.writer is write:
-                home.writer = None  # or it would hold the memory, which is a device's, until the next one
+                home.writer = None  # or it would hold the memory of a device until the next write
             if stored is not None:
                 home.replace_copy(StoredCopy(write.tier, stored))
                 self._failures.is_written(home)
                 home.where = Residency.HERE
-                # Whoever wants it may have it at once, but for one that could not be written before: its memory was
-                # beyond the others', and is no more.
+                # A wanted subgroup stays in memory, so that it is taken at once. But if its earlier write failed, its
+                # buffer exceeded the slot limit, and is freed.
                 if not home.is_wanted or self.slots.num_lent > self.num_slots:
                     self._drop(home)
             elif self._is_closed or not self._write_elsewhere(write.index):
@@ -398,13 +400,13 @@ class StateStore:
             self._pump()
 
     def take_warning(self) -> str | None:
-        """What the user should know, once."""
+        """Return the warning about failed writes, once; ``None``: there is none."""
         with self._lock:
             return self._failures.take_warning()
 
     def _drop(self, home: SubgroupEntry) -> None:
         if home.mark is not None:
-            home.mark.synchronize()  # nobody has waited for its read, and the memory is lent again
+            home.mark.synchronize()  # no stream has waited for its read, and the memory is lent again
             home.mark = None
         storage, home.storage, home.where, home.used = home.storage, None, Residency.AWAY, None
         self._free(storage)
@@ -412,7 +414,7 @@ class StateStore:
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Begin reads while there is memory for them."""
+        """Begin queued reads while there are slots for them."""
         self._returned.give_back()
         while self._queue and self.slots.num_lent + self._num_awaited < self.num_slots and not self._is_closed:
             index = self._queue.popleft()
@@ -425,7 +427,7 @@ class StateStore:
             self._changed.tell()
 
     def _begin_read(self, index: int, home: SubgroupEntry, copy: StoredCopy) -> bool:
-        """Return whether it has begun, or failed; else there will be memory for it when a write has ended."""
+        """Begin a read; return whether it has begun or failed. Else there is memory for it when a write has ended."""
         storage = None
         try:
             home.storage = storage = self.slots.take(copy.stored.body_nbytes)
@@ -433,16 +435,14 @@ class StateStore:
             owner, mark = _PendingRead(self, index, storage), self._copies.mark()
             copy.tier.read(owner, copy.stored, self._device, urgent=False, into=storage, after=mark)
         except Exception as error:
-            # What nobody waits for yet is asked for again later, and takes no other's place now.
+            # A speculative read that runs out of memory is dropped. It is requested again when it is needed.
             if is_out_of_memory(error) and home.is_wanted and self._let_go_of_one():
                 self._drop(home)
                 return not self._is_writing and self._begin_read(index, home, copy)
-            self._not_read(home, error)  # this may be a worker, where nobody would see it
+            self._not_read(home, error)  # not raised: this thread may be a worker
         except BaseException:
-            home.storage, home.where = (
-                None,
-                Residency.AWAY,
-            )  # if it is queued all the same, its end gives the memory back
+            # If the read is queued all the same, its end gives the memory back.
+            home.storage, home.where = None, Residency.AWAY
             raise
         return True
 
@@ -451,8 +451,9 @@ class StateStore:
         return any(home.where is Residency.WRITING for home in self._homes)
 
     def _let_go_of_one(self) -> bool:
-        """Memory has run out: let go of a subgroup that was to stay. Returns whether there is any hope: one has gone,
-        or is on its way out.
+        """Evict a subgroup that was to stay, because memory has run out; return whether memory becomes free by it.
+
+        It does if a subgroup was evicted, or is being written.
         """
         kept = next((i for i, h in enumerate(self._homes) if h.where is Residency.HERE and not h.is_stuck), None)
         if kept is not None:
@@ -460,7 +461,7 @@ class StateStore:
         return kept is not None or self._is_writing
 
     def _not_read(self, home: SubgroupEntry, error: BaseException) -> None:
-        """Whoever takes it gets the error. Nothing else is tried ahead of time now."""
+        """Note the error of a read, which :meth:`take` raises, and drop the queue of speculative reads."""
         forget_frames(error)
         home.error = error
         self._drop(home)
@@ -476,16 +477,16 @@ class StateStore:
         with self._lock:
             home = self._homes[read.index]
             if home.storage is not read.into:
-                self._free(read.into)  # an interrupt came when the read was asked for, and nobody waits for it
+                self._free(read.into)  # an interrupt came when the read was queued, and the entry does not use it
             elif storage is None:
                 self._not_read(home, error or StorageError("a read ended with neither bytes nor an error"))
             else:
-                # Its last copy has been queued, and nobody has waited for it yet.
+                # The last copy to the device is queued on a stream, and no other stream has waited for it yet.
                 home.where, home.mark = Residency.HERE, mark
             self._changed.tell()
 
     def forget(self, index: int) -> None:
-        """There is no such state any more, neither in memory nor on a drive."""
+        """Drop the state of a subgroup, in memory and on its drive."""
         home = self._homes[index]
         with self._lock:
             self._queue.clear()
@@ -500,7 +501,7 @@ class StateStore:
     # -- copies --------------------------------------------------------------------------------------------------
 
     def hold(self, index: int) -> StoredCopy | torch.UntypedStorage | None:
-        """The copy on the drive, which stays as it is until :meth:`release`; one in memory if that is ahead of it."""
+        """Hold the stored copy until :meth:`release`, and return it; if memory is newer, return a copy of that."""
         with self._lock:
             self._returned.give_back()
             home = self._homes[index]
@@ -512,23 +513,26 @@ class StateStore:
             return home.copy
 
     def release(self, copies: Iterable[StoredCopy]) -> None:
-        """Let go of held copies."""
+        """Release held copies."""
         with self._lock:
             for copy in copies:
                 copy.release()
 
     def release_with(self, hold: CopyPin, copies: list[StoredCopy]) -> None:
-        """The same when their holder has died, with the next move or :meth:`settle`; more may come to the list."""
+        """Release the copies in a list after ``hold`` has died, with the next move or :meth:`settle`.
+
+        The caller may add to the list.
+        """
         with self._lock:
             self._returned.watch(hold, copies)
 
     def settle(self) -> None:
-        """Give back what dead holders held."""
+        """Release the copies of dead holders."""
         with self._lock:
             self._returned.give_back()
 
     def _until(self, is_done: Callable[[], bool], line: StatusLine | None = None) -> None:
-        """Wait for a change after which this is so, asked under the lock; the line is told without the lock."""
+        """Wait until ``is_done()``, called under the lock after each change; ``line`` is updated without the lock."""
         while True:
             with self._lock:
                 if is_done():
@@ -545,7 +549,7 @@ class StateStore:
             raise OffloaderClosedError("the optimizer's files are closed; make a new offloader for more steps")
 
     def _next(self) -> Latch | None:
-        """What to wait for; ``None`` where nothing moves, and what can be done about it has been."""
+        """Return a latch that opens with the next change; ``None``: nothing moves, and a slot was freed or added."""
         self._check_open()
         if not any(home.where in (Residency.READING, Residency.WRITING) for home in self._homes):
             # Nothing will free a slot by itself: let go of what is kept, or of one more than was allowed.
@@ -555,7 +559,7 @@ class StateStore:
         return self._changed.next()
 
     def close(self) -> None:
-        """Forget everything. The tiers belong to whoever opened them."""
+        """Free all memory. The caller closes the tiers."""
         with self._lock:
             self._is_closed = True
             self._queue.clear()
