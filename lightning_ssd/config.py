@@ -1,7 +1,7 @@
-"""The user's settings: ``OffloadPolicy`` (what to move, how far) and ``HardwareProfile`` (where to, with what).
+"""The user's settings: ``OffloadPolicy`` (what is offloaded, and how much) and ``HardwareProfile`` (where to).
 
-Both are frozen, keyword-only and checked when built. Sizes may be written as ``"20GiB"``; they are kept as
-written, so that ``repr`` prints what the user wrote, and read through :func:`parse_size`.
+Both are frozen, keyword-only and checked when built. Sizes may be written as ``"20GiB"``. They are stored as written,
+because ``repr`` prints what the user wrote, and read with :func:`parse_size`.
 """
 
 from __future__ import annotations
@@ -28,85 +28,89 @@ _WEAR = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*DWPD\s*", re.IGNORECASE)
 def _check_choice(owner: str, name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         near = difflib.get_close_matches(str(value).lower(), [one for one in allowed if isinstance(one, str)], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{owner}.{name}={value!r}{hint}; allowed: {', '.join(map(repr, allowed))}")
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        choices = ", ".join(map(repr, allowed))
+        raise ConfigError(f"{owner}.{name}={value!r} is not possible. {hint}Write one of {choices}")
 
 
 def _check_optional_size(owner: str, name: str, value: Size | None, *, zero_means: str) -> None:
     if value is not None and parse_size(value, name=f"{owner}.{name}") == 0:
-        raise ConfigError(f"{owner}.{name}={value!r} {zero_means}; allowed: None or a size above 0")
+        raise ConfigError(f"{owner}.{name}={value!r} {zero_means}. Write None or a size above 0")
 
 
-def _as_tuple(name: str, value: object, allowed: str) -> tuple[object, ...]:
-    """One name or path, or several of them, as a tuple."""
+def _as_tuple(name: str, value: object, valid: str) -> tuple[object, ...]:
+    """Return one name or path, or several of them, as a tuple."""
     if isinstance(value, str | os.PathLike):
         return (value,)
     if not isinstance(value, Iterable) or isinstance(value, bytes):
-        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; allowed: {allowed}")
+        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. Write {valid}")
     return tuple(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadPolicy:
-    """Say what is moved, and how much slower a step may get for it. Every default works without a thought."""
+    """Say what is offloaded, and how much slower a step may get for it. The defaults need no change."""
 
     activations: Literal["auto", "offload", "keep", "recompute", "recompute_offload"] = "auto"
-    """Saved activations: "auto" moves and profiles the first step of each shape, and plans (keep, move or recompute),
-    "offload" moves all that is at least ``min_tensor_bytes`` large, "keep" moves nothing and only counts, "recompute"
-    recomputes each block in backward and keeps the blocks' inputs, "recompute_offload" does so and moves the inputs."""
+    """Saved activations. "auto" offloads and profiles the first step of each shape, then plans which ones to keep,
+    offload or recompute. "offload" offloads every one of at least ``min_tensor_bytes``. "keep" offloads nothing and
+    only counts. "recompute" recomputes each block in backward and keeps the blocks' inputs. "recompute_offload" also
+    offloads these inputs."""
 
     parameters: Literal["keep", "offload", "auto"] = "keep"
-    """Weights: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
-    SSD between its uses: those that are not trained (``requires_grad=False``), and with ``optimizer_states="offload"``
-    the trained ones, too. "auto" lets only as many of these wait as memory lacks, or ``memory_budget`` requires, when
-    the model is registered and as steps show. On GPUs with one process only."""
+    """Weights. "keep" leaves them in memory. "offload" stores every weight of at least ``min_tensor_bytes`` on SSD
+    between its uses: frozen ones (``requires_grad=False``), and with ``optimizer_states="offload"`` also trained ones.
+    "auto" offloads only as many of these as do not fit into memory or ``memory_budget``: it decides when the model is
+    registered, and again after measured steps. On GPUs with one process only."""
 
     gradients: Literal["keep", "offload", "auto"] = "keep"
-    """Gradients: "keep" leaves them in memory. "offload" lets each that is at least ``min_tensor_bytes`` large wait on
-    SSD from its accumulation to its update, "auto" those of the weights that wait; only with
-    ``optimizer_states="offload"``, with one process, or on a CPU with shards (FSDP2)."""
+    """Gradients. "keep" leaves them in memory. "offload" stores every gradient of at least ``min_tensor_bytes`` on SSD
+    from its accumulation to its update. "auto" does so for the gradients of offloaded weights. Only with
+    ``optimizer_states="offload"``, and with one process, or on a CPU with shards (FSDP2)."""
 
     optimizer_states: Literal["keep", "offload"] = "keep"
-    """Optimizer states: "keep" leaves them where the optimizer puts them. "offload" keeps them on SSD between steps,
-    except for a few and for what ``HardwareProfile.host_memory`` allows; a step brings them up subgroup by subgroup."""
+    """Optimizer states. "keep" leaves them where the optimizer puts them. "offload" stores them on SSD between steps,
+    except for a few, and for those that fit into ``HardwareProfile.host_memory``. A step loads them subgroup by
+    subgroup."""
 
     master_weights: bool = False
-    """Whether bfloat16 and float16 parameters get float32 copies that the optimizer updates in their place, so that
-    small updates are not rounded away. They wait with the optimizer states; only with
+    """Whether bfloat16 and float16 parameters get float32 copies that the optimizer updates in their place, because
+    half precision rounds small updates away. The copies are offloaded with the optimizer states. Only with
     ``optimizer_states="offload"``."""
 
     per_parameter_optimizers: Sequence[str] | str = ()
-    """Names of optimizer classes (``"Lion"`` or ``"package.module.Lion"``) that are not of ``torch.optim`` and that you
-    promise to update each parameter by itself: by that parameter, its gradient, its state and its group's options, and
-    by nothing else. Their step may raise plain numbers among its attributes and options once per call. Only with
-    ``optimizer_states="offload"``."""
+    """Names of optimizer classes (``"Lion"`` or ``"package.module.Lion"``) outside ``torch.optim`` that you promise to
+    update each parameter by itself: from that parameter, its gradient, its state and its group's options alone. A call
+    of their step may also change numbers among its attributes and options, if every call changes them in the same way.
+    Only with ``optimizer_states="offload"``."""
 
     memory_budget: Size | None = None
-    """Peak of device memory (on CPU: of the process) to stay under; ``None``: as low as ``max_slowdown`` allows. Only
-    with ``activations="auto"``; weights and gradients leave for it with ``parameters="auto"``."""
+    """Limit of the peak of device memory (on a CPU: of the process' memory); ``None``: as low as ``max_slowdown``
+    allows. Only with ``activations="auto"``. With ``parameters="auto"``, weights and gradients are offloaded for it,
+    too."""
 
     activation_budget: Size | None = None
-    """Limit of resident saved activations alone, from the first step on. Where no plan keeps it, steps exceed it
-    until the first one is planned, and training stops with a ``BudgetError``."""
+    """Limit of the saved activations in memory, from the first step on. If no plan can keep it, steps exceed it until
+    the first plan is made, and training stops with a ``BudgetError``."""
 
     max_slowdown: float = 1.05
-    """(Step + overhead) / step that "auto" may reach without a budget; at least 1. Overhead is what stalls, hooks and
-    CPU of moving take."""
+    """Largest ratio (step + overhead) / step that "auto" may reach without a budget; at least 1. Overhead is the time
+    of stalls, hooks, and CPU work for moves."""
 
     min_tensor_bytes: Size = "1MiB"
-    """Saved storages below this size are kept: they cost more to move than they free. 0 moves everything."""
+    """Saved storages below this size are kept: a move costs more than it frees. 0 moves everything."""
 
     recompute_modules: Sequence[str] | str = ()
-    """Blocks that may be recomputed: names of their classes, or "blocks" for the repeated blocks of the model, found by
-    themselves. Empty: nothing with ``activations="auto"``; with "recompute" and "recompute_offload", which ask for it,
-    the repeated blocks."""
+    """Blocks that may be recomputed: names of their classes, or "blocks" for the repeated blocks of the model, which
+    are found by themselves. Empty: none with ``activations="auto"``, and the repeated blocks with "recompute" and
+    "recompute_offload"."""
 
     verify: Literal["off", "sampled", "full"] = "off"
-    """Checksums of what is read back: "full" for every storage that comes back from a tier and weights in a file of
-    yours, "sampled" for one in sixteen."""
+    """Checksums of bytes that are read back. "full" checks every storage from a tier, and weights in a file of yours.
+    "sampled" checks one in sixteen."""
 
     wear_budget: Size | None = None
-    """Bytes per day that may be written, or "1.0DWPD" (drive writes per day, of the file systems' sizes). Only with
+    """Limit of bytes written per day, or "1.0DWPD" (drive writes per day, by the sizes of the file systems). Only with
     ``activations="auto"``."""
 
     def __post_init__(self) -> None:
@@ -120,15 +124,17 @@ class OffloadPolicy:
         _check_optional_size(owner, "memory_budget", self.memory_budget, zero_means="leaves no memory at all")
         if self.memory_budget is not None and parse_size(self.memory_budget) < _MIN_MEMORY_BUDGET:
             raise ConfigError(
-                f"{owner}.memory_budget={self.memory_budget!r} is less than any process takes; allowed: 1 MiB or more, "
-                'where a number without a unit counts bytes, such as "20GiB"'
+                f"{owner}.memory_budget={self.memory_budget!r} is less than any process takes: a number without a unit "
+                'counts bytes. Write 1 MiB or more, with a unit, such as "20GiB"'
             )
         _check_optional_size(owner, "activation_budget", self.activation_budget, zero_means="leaves no memory at all")
         parse_size(self.min_tensor_bytes, name=f"{owner}.min_tensor_bytes")
         self._check_wear(owner)
         slowdown: object = self.max_slowdown
         if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not 1 <= slowdown < math.inf:
-            raise ConfigError(f"{owner}.max_slowdown={slowdown!r}; allowed: a number of at least 1, such as 1.05")
+            raise ConfigError(
+                f"{owner}.max_slowdown={slowdown!r} is no ratio. Write a finite number of at least 1, such as 1.05"
+            )
         self._complete_names(owner)
         self._refuse_ineffective(owner)
 
@@ -142,21 +148,24 @@ class OffloadPolicy:
                 raise ConfigError(f'{error}, or drive writes per day such as "1.0DWPD"') from None
         elif not 0 < float(match[1]) < math.inf:
             fault = "is not finite" if float(match[1]) else nothing
-            raise ConfigError(f'{owner}.wear_budget={self.wear_budget!r} {fault}; allowed: for example "1.0DWPD"')
+            raise ConfigError(
+                f"{owner}.wear_budget={self.wear_budget!r} {fault}. Write a finite number above 0, for example "
+                '"1.0DWPD"'
+            )
 
     def _refuse_ineffective(self, owner: str) -> None:
-        """A setting that would be ignored must not be accepted: people would believe in it."""
+        """Refuse settings that other settings make ineffective, because the user would rely on them."""
         for name in ("memory_budget", "activation_budget", "wear_budget"):
             value = getattr(self, name)
             if value is not None and self.activations != "auto":
                 raise ConfigError(
-                    f"{owner}.{name}={value!r} with activations={self.activations!r} would be ignored; "
-                    "allowed: activations='auto', whose plans keep budgets"
+                    f"{owner}.{name}={value!r} with activations={self.activations!r} would be ignored, because only "
+                    "plans keep budgets. Write activations='auto'"
                 )
         if self.master_weights and self.optimizer_states == "keep":
             raise ConfigError(
-                f"{owner}.master_weights=True with optimizer_states='keep' would be ignored; allowed: "
-                "optimizer_states='offload', since the copies wait with the states"
+                f"{owner}.master_weights=True with optimizer_states='keep' would be ignored, because the copies are "
+                "offloaded with the states. Write optimizer_states='offload'"
             )
         if self.per_parameter_optimizers and self.optimizer_states == "keep":
             raise ConfigError(
@@ -165,8 +174,8 @@ class OffloadPolicy:
             )
         if self.gradients == "auto" and self.parameters == "keep":
             raise ConfigError(
-                f"{owner}.gradients='auto' with parameters='keep' would be ignored: they wait where their weights do; "
-                "allowed: parameters='auto' or 'offload', or gradients='offload'"
+                f"{owner}.gradients='auto' with parameters='keep' would be ignored, because it offloads the gradients "
+                "of offloaded weights. Write parameters='auto' or 'offload', or gradients='offload'"
             )
         if self.gradients != "keep" and self.optimizer_states == "keep":
             raise ConfigError(
@@ -176,7 +185,7 @@ class OffloadPolicy:
         if self.recompute_modules and self.activations in ("offload", "keep"):
             raise ConfigError(
                 f"{owner}.recompute_modules={self.recompute_modules!r} with activations={self.activations!r} would be "
-                "ignored; allowed: activations='auto', 'recompute' or 'recompute_offload'"
+                "ignored, because it recomputes nothing. Write activations='auto', 'recompute' or 'recompute_offload'"
             )
 
     def _complete_names(self, owner: str) -> None:
@@ -184,23 +193,25 @@ class OffloadPolicy:
             ("recompute_modules", "modules", '"TransformerEncoderLayer", or "blocks"'),
             ("per_parameter_optimizers", "optimizers", '"Lion"'),
         ):
-            allowed = f"names of classes of {what}"
-            names = _as_tuple(f"{owner}.{field}", getattr(self, field), allowed)
+            valid = f"names of classes of {what}"
+            names = _as_tuple(f"{owner}.{field}", getattr(self, field), valid)
             for name in names:
                 parts = name.split(".") if isinstance(name, str) and field == "per_parameter_optimizers" else [name]
                 if not all(isinstance(part, str) and part.isidentifier() for part in parts):
-                    raise ConfigError(f"{owner}.{field} contains {name!r}; allowed: {allowed}, such as {example}")
+                    raise ConfigError(
+                        f"{owner}.{field} contains {name!r}, which is no class name. Write {valid}, such as {example}"
+                    )
             # A frozen dataclass may only be completed through object; a single name is accepted as a tuple of one.
             object.__setattr__(self, field, names)
         if _BLOCKS in self.recompute_modules and len(self.recompute_modules) > 1:
             raise ConfigError(
-                f'{owner}.recompute_modules={self.recompute_modules!r} names classes besides "{_BLOCKS}", the repeated '
-                "ones; allowed: one or the other"
+                f'{owner}.recompute_modules={self.recompute_modules!r} names classes besides "{_BLOCKS}", which means '
+                f'the repeated blocks. Write either the classes or "{_BLOCKS}"'
             )
 
     @property
     def recomputable_classes(self) -> tuple[str, ...] | None:
-        """Classes of the blocks that may be recomputed, none: the repeated ones; ``None``: nothing may be."""
+        """Classes of the blocks that may be recomputed; empty: the repeated blocks; ``None``: no blocks."""
         if not self.recompute_modules:
             return () if self.activations in ("recompute", "recompute_offload") else None
         return tuple(name for name in self.recompute_modules if name != _BLOCKS)
@@ -215,7 +226,7 @@ class OffloadPolicy:
         )
 
     def wear_bytes_per_day(self, drive_nbytes: int) -> int | None:
-        """``wear_budget`` in bytes, for drives of so many bytes together."""
+        """Return ``wear_budget`` in bytes per day, for drives of ``drive_nbytes`` bytes together."""
         if self.wear_budget is None:
             return None
         match = _WEAR.fullmatch(str(self.wear_budget))
@@ -229,34 +240,34 @@ class OffloadPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
-    """Where offloaded bytes go, and with what."""
+    """Say where offloaded bytes go, and how fast the drives are."""
 
     paths: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] = ()
     """Directories, one per drive. Empty: ``$LIGHTNING_SSD_PATHS`` (separated by ``os.pathsep``), else the Trainer's
     default root directory, else a temporary directory."""
 
     backend: Literal["auto", "kvikio", "posix"] = "auto"
-    """How bytes reach a file: "auto" takes kvikio for a GPU with GPUDirect Storage, else posix."""
+    """How bytes reach a file: "auto" uses kvikio for a GPU with GPUDirect Storage, else posix."""
 
     host_memory: Size | Literal["auto"] = "auto"
-    """Cap of what activations and the states of all optimizers of a process take of the host's memory in place of the
-    drives', together; 0: nothing. On a CPU these are states that stay where they are updated. "auto": on CUDA a quarter
-    of what is available, shared by the machine's processes; on CPU 0, because it would save nothing."""
+    """Limit of host memory that is used in place of drives, for the activations and all optimizer states of a process
+    together; 0: none. On a CPU it is for states that stay where they are updated. "auto": on CUDA a quarter of the
+    available memory, shared by the machine's processes; on a CPU 0, because it would save nothing."""
 
     drive_endurance: Size | None = None
     """Bytes that each drive is rated to be written over its life (its "TBW", for example "600TB"); ``None``: unknown,
-    so that no drive life is told."""
+    so that no drive life is reported."""
 
     write_rate: Size | None = None
-    """Bytes per second that each of ``paths`` takes for long (for example "3.5GB"), from ``lightning-ssd bench`` or a
-    data sheet: what plans begin with, unless a short trial of the drive shows less. What the run measures overrules it.
-    ``None``: unknown, the trial counts."""
+    """Sustained write rate of each of ``paths`` in bytes per second (for example "3.5GB"), from ``lightning-ssd bench``
+    or a data sheet. Plans begin with it, unless a short trial of the drive shows less. Rates that the run measures
+    replace it. ``None``: unknown, plans begin with the trial's rate."""
 
     read_rate: Size | None = None
-    """Read rate that the user expects of each directory."""
+    """Read rate of each of ``paths`` in bytes per second, used like ``write_rate``."""
 
     allow_unsuitable_paths: bool = False
-    """Accept tmpfs (which is memory, so nothing is saved) and network file systems (which may be slow)."""
+    """Accept tmpfs (which is memory, so that nothing is saved) and network file systems (which may be slow)."""
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -270,11 +281,15 @@ class HardwareProfile:
         _check_optional_size(owner, "write_rate", self.write_rate, zero_means="moves nothing")
         _check_optional_size(owner, "read_rate", self.read_rate, zero_means="moves nothing")
         if not isinstance(self.allow_unsuitable_paths, bool):
-            raise ConfigError(f"{owner}.allow_unsuitable_paths={self.allow_unsuitable_paths!r}; allowed: True, False")
+            raise ConfigError(
+                f"{owner}.allow_unsuitable_paths={self.allow_unsuitable_paths!r} is not possible. Write True or False"
+            )
         paths = _as_tuple(f"{owner}.paths", self.paths, "directory names, one per drive")
         for path in paths:
             if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
-                raise ConfigError(f"{owner}.paths contains {path!r}; allowed: non-empty directory names, one per drive")
+                raise ConfigError(
+                    f"{owner}.paths contains {path!r}, which is no directory name. Write one non-empty name per drive"
+                )
         refuse_misread(f"{owner}.paths", paths, 'names of directories on this machine, such as ["/mnt/a", "/mnt/b"]')
         # A frozen dataclass may only be completed through object; a single path is accepted as a tuple of one.
         object.__setattr__(self, "paths", paths)

@@ -24,7 +24,6 @@ MOST = {
     "_assembly": 3,
     "callback": 8,
     "cli": 1,
-    "config": 14,
     "offloader": 3,
     "strategies": 12,
 }

@@ -343,11 +343,17 @@ def test_states_in_an_update_are_counted_as_the_optimizer_has_them(num_gib: floa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"parameters": "some"}, r"OffloadPolicy.parameters='some'; allowed: 'keep', 'offload', 'auto'$"),
-        ({"gradients": "some"}, r"OffloadPolicy.gradients='some'; allowed: 'keep', 'offload', 'auto'$"),
+        (
+            {"parameters": "some"},
+            r"OffloadPolicy.parameters='some' is not possible\. Write one of 'keep', 'offload', 'auto'$",
+        ),
+        (
+            {"gradients": "some"},
+            r"OffloadPolicy.gradients='some' is not possible\. Write one of 'keep', 'offload', 'auto'$",
+        ),
         (
             {"gradients": "auto", "optimizer_states": "offload"},
-            r"gradients='auto' with parameters='keep' would be ignored: .*; allowed: parameters='auto' or 'offload'",
+            r"gradients='auto' with parameters='keep' would be ignored, .*\. Write parameters='auto' or 'offload'",
         ),
         (
             {"gradients": "auto", "parameters": "auto"},
