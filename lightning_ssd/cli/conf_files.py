@@ -1,4 +1,4 @@
-"""Reads options of ``conf``: models to build, hardware to plan for. The only file that imports Hydra and OmegaConf."""
+"""Read options of ``conf``: models to build, hardware to plan for. The only file that imports Hydra and OmegaConf."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Described:
 
 
 def load_hardware(name: str) -> Described:
-    """An option of ``conf/hardware``, or the path of a file in that form.
+    """Read an option of ``conf/hardware``, or a file of the same form.
 
     Raises:
         CommandError: there is no such option or file, or it is of another form.
@@ -69,13 +69,13 @@ def load_hardware(name: str) -> Described:
 def model_builder(
     name: str, sequence: int, *, make_batch: Callable[[int, int], Any] | None = None
 ) -> Callable[[], nn.Module]:
-    """Return what builds a model.
+    """Return a function that builds a model.
 
     Args:
         name: an option of ``conf/model``, ``package.module:name`` to call without arguments, or the path of a
             ``config.json`` of Hugging Face.
         sequence: length of a window of tokens, which some options are built for.
-        make_batch: stands in for the model's own ``example_batch``.
+        make_batch: replaces the model's own ``example_batch``.
 
     Raises:
         CommandError: there is no such option, name or file.
@@ -98,7 +98,7 @@ def model_builder(
     data.sequence_length = sequence
     config: Any = OmegaConf.create({"model": OmegaConf.load(path), "data": data, "seed": 0})
     if str(_conf().parent) not in sys.path:
-        sys.path.insert(0, str(_conf().parent))  # of the classes that options name
+        sys.path.insert(0, str(_conf().parent))  # here are the classes that options name
 
     def build() -> nn.Module:
         try:
@@ -111,11 +111,11 @@ def model_builder(
 
 
 def _not_built(path: Path, error: HydraException) -> CommandError:
-    """With the innermost cause, because Hydra only names the class that it could not make."""
+    """Return an error with the innermost cause, because Hydra names only the class that it could not make."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    told = str(error).partition(", set env var")[0]  # to see the cause, which is told here
+    told = str(error).partition(", set env var")[0]  # that variable shows the cause, which is in this error
     got = f"{escape_control(path)}: {told}"
     if str(cause) not in told:
         got += f"; {type(cause).__name__}: {cause}"
@@ -151,9 +151,9 @@ def _of_hugging_face(path: Path) -> Callable[[], nn.Module]:
 
 
 def batch_maker(name: str) -> Callable[[int, int], Any]:
-    """Return what makes batches of so many sequences and tokens, like the first one of a DataModule.
+    """Return a function that makes batches of given numbers of sequences and tokens, like a DataModule's first batch.
 
-    A first dimension that is the batch's, and a second one that is that of its token numbers, are exchanged.
+    It resizes first dimensions of the batch's size, and second dimensions of the size of integer tensors' second one.
 
     Raises:
         CommandError: it cannot be imported, or has no batch with a tensor.
@@ -214,7 +214,7 @@ def _module_maker(name: str) -> Callable[[], nn.Module]:
 
 
 def _checkout_conf() -> Path | None:
-    """Return that of the current directory, else of the checkout that this package is in."""
+    """Return the ``conf`` of the current directory, else of the checkout that contains this package."""
     places = (Path.cwd() / "conf", Path(__file__).resolve().parents[2] / "conf")
     return next((place for place in places if (place / _PRIMARY).is_file()), None)
 
@@ -241,12 +241,12 @@ def _option(group: str, name: str) -> Path:
 
 
 def _refuse_near_misses(content: Any) -> None:
-    """Refuse a mistyped section, for which ``defaults:`` would speak, and what ``machine`` is to say of the Trainer.
+    """Refuse a mistyped section, which ``defaults:`` would silently replace, and a Trainer's keys of ``machine``.
 
-    A profile may set other things, too, for training.
+    A profile may have other sections, too, for training.
 
     Raises:
-        ConfigError: there is one of them.
+        ConfigError: there is such a section or key.
     """
     sections = content if isinstance(content, DictConfig) else {}
     for key in map(str, sections):
@@ -263,22 +263,22 @@ def _settings(plain: Any, section: str, kind: type[Any]) -> dict[str, Any]:
     """Read the settings of a dataclass from a section of a profile.
 
     Raises:
-        ConfigError: there is no such section, or it sets what the class has not.
+        ConfigError: there is no such section, or it has a key that is no setting of the class.
     """
     found = _section(plain, section)
     known = [field.name for field in fields(kind)]
     for key in found:
         if key != "_target_" and key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{section}.{key} is no setting{hint}; allowed: {', '.join(known)}")
+            hint = f"; did you mean {near[0]}? Write" if near else "; write"
+            raise ConfigError(f"{section}.{key} is no setting{hint} one of {', '.join(known)}")
     return {key: value for key, value in found.items() if key != "_target_"}
 
 
 def _section(plain: Any, section: str) -> dict[str, Any]:
     found = plain.get(section) if isinstance(plain, dict) else None
     if found is None and section == "machine":
-        return {}  # nothing is known of it
+        return {}  # the machine is unknown
     if not isinstance(found, dict):
         raise ConfigError(f"there is no section {section}:" if found is None else f"{section} is no mapping")
     return found
