@@ -1,4 +1,4 @@
-"""``OffloadCallback``: saved activations and optimizer states wait on SSD, whatever strategy the Trainer has."""
+"""``OffloadCallback``: offload saved activations and optimizer states to SSD with any strategy of the Trainer."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = ["OffloadCallback", "callbacks_from_environment"]
 
 VARIABLE = "LIGHTNING_SSD"
 _REFUSED = ("FSDPStrategy", "DeepSpeedStrategy")
-"""Strategies of Lightning that free the memory of weights between their uses, which has not been tried with ours."""
+"""Strategies of Lightning that free the memory of weights between their uses, which has not been tried with this."""
 _FRESH = {"_session": None, "_put_back": None, "_num_ended": 0}
 
 
 class _Owner(NamedTuple):
-    """Answer what a session asks of its strategy for a strategy that is not ours."""
+    """The facts that a session reads from its strategy, for a strategy of another package."""
 
     policy: OffloadPolicy
     hardware: HardwareProfile
@@ -51,25 +51,25 @@ class _Owner(NamedTuple):
 class OffloadCallback(Callback):
     """Keeps a Trainer's strategy, and offloads what that strategy trains: bit for bit the same results.
 
-    For Trainers of ``lightning`` and of ``pytorch_lightning`` whose strategy is chosen already: by DDP's own options,
-    by FSDP, by a strategy of the project, by a program that takes callbacks alone. Saved activations and optimizer
-    states can wait. Weights and gradients cannot: these need a strategy of ours.
+    For Trainers of ``lightning`` and of ``pytorch_lightning`` whose strategy is fixed: DDP with its own options, FSDP2,
+    a strategy of the project, or a program that takes only callbacks. Saved activations and optimizer states can be
+    offloaded. Weights and gradients need a strategy of this package.
 
-    Files and threads live from ``on_fit_start`` to the strategy's ``teardown``. A second Trainer may have the same
-    callback, one after the other. Copies (``copy.deepcopy``, ``pickle``) have the settings alone. While one of
-    Lightning's finders (of a batch size, of a learning rate) tries steps, it takes all callbacks out of the Trainer,
-    so that these steps are plain ones.
+    Files and threads live from ``on_fit_start`` to the strategy's ``teardown``. Several Trainers may have the same
+    callback, one after the other. Copies (``copy.deepcopy``, ``pickle``) have only the settings. While one of
+    Lightning's finders (of a batch size, of a learning rate) tries steps, it removes all callbacks from the Trainer.
+    These steps offload nothing.
 
     Example::
 
         trainer = L.Trainer(strategy="ddp", callbacks=[OffloadCallback(policy=OffloadPolicy(activations="offload"))])
 
     Args:
-        policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is.
-        hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
+        policy: says what is offloaded; default: ``OffloadPolicy()``.
+        hardware: says where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
 
     Raises:
-        ConfigError: the policy moves weights or gradients.
+        ConfigError: the policy offloads weights or gradients.
     """
 
     def __init__(self, policy: OffloadPolicy | None = None, *, hardware: HardwareProfile | None = None) -> None:
@@ -77,22 +77,22 @@ class OffloadCallback(Callback):
         for name in ("parameters", "gradients"):
             if (value := getattr(self.policy, name)) != "keep":
                 raise ConfigError(
-                    f"OffloadCallback got OffloadPolicy.{name}={value!r}; allowed: 'keep', since only a strategy that "
-                    "builds the model can let these wait. Write Trainer(strategy=SSDOffloadStrategy(policy=...)), or "
-                    "SSDOffloadFSDPStrategy for shards, in place of the callback"
+                    f"OffloadCallback got OffloadPolicy.{name}={value!r}, and only a strategy that builds the model "
+                    "can offload these. Write Trainer(strategy=SSDOffloadStrategy(policy=...)), or "
+                    f"SSDOffloadFSDPStrategy for shards, in place of the callback; or write {name}='keep'"
                 )
         self._session: OffloadSession | None = None
-        self._put_back: Callable[[], None] | None = None  # while the strategy has methods of ours
+        self._put_back: Callable[[], None] | None = None  # while the strategy's methods are replaced
         self._num_ended = 0
-        """Backwards of the present or last ``fit``."""
+        """Number of backwards of the present or last ``fit``."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads and files stay here, and so do the model's methods that Lightning puts there.
+        # Threads and files are not copied, and neither are the model's methods that Lightning sets here.
         return {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")} | _FRESH
 
     @property
     def offloader(self) -> Offloader | None:
-        """``None`` before the first ``fit``, open while it runs, closed afterwards."""
+        """The offloader: ``None`` before the first ``fit``, open while it runs, closed afterwards."""
         return None if self._session is None else self._session.offloader
 
     @property
@@ -104,7 +104,7 @@ class OffloadCallback(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what would be offloaded twice, and strategies that have not been tried.
+        """Refuse a Trainer that would offload tensors twice, and strategies that have not been tried.
 
         Raises:
             ConfigError: the strategy offloads, another callback does, or it is ``FSDPStrategy`` or DeepSpeed.
@@ -116,15 +116,15 @@ class OffloadCallback(Callback):
         if len(others) > 1 or isinstance(getattr(trainer.strategy, "policy", None), OffloadPolicy):
             other = "another OffloadCallback" if len(others) > 1 else f"strategy={name}"
             raise ConfigError(
-                f"this Trainer has an OffloadCallback and {other}, and a tensor can only be moved by one of them; "
-                f"allowed: one. Remove the callback, or unset {VARIABLE} if that has brought it"
+                f"this Trainer has an OffloadCallback and {other}, and only one of them can move a tensor. Remove the "
+                f"callback; if it comes from {VARIABLE}, unset {VARIABLE}"
             )
         refused = next((base.__name__ for base in type(trainer.strategy).__mro__ if base.__name__ in _REFUSED), None)
         if refused is not None:
             raise ConfigError(
                 f"OffloadCallback got strategy={name}: {refused} frees the memory of weights in its own way, which has "
-                'not been tried; allowed: others of Lightning, such as ModelParallelStrategy (FSDP2), "ddp" and yours. '
-                'Or write Trainer(strategy="ssd_offload_fsdp") without the callback'
+                "not been tried with the callback. Use another strategy, such as ModelParallelStrategy (FSDP2) or "
+                '"ddp", or write Trainer(strategy="ssd_offload_fsdp") without the callback'
             )
 
     @override
@@ -133,8 +133,9 @@ class OffloadCallback(Callback):
         is_sharded = any(map(is_shard, pl_module.parameters()))
         if is_sharded and self.policy.master_weights:
             raise ConfigError(
-                "OffloadCallback got OffloadPolicy.master_weights=True for a sharded model; allowed: False. Parameters "
-                "in float32 with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) are such"
+                "OffloadCallback got OffloadPolicy.master_weights=True for a sharded model. Write master_weights=False "
+                "and keep float32 parameters, with fully_shard(..., "
+                "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)): FSDP2 casts them for each use"
             )
         is_automatic = pl_module.automatic_optimization
         owner = _Owner(
@@ -147,7 +148,7 @@ class OffloadCallback(Callback):
             trainer.world_size > 1,
             is_sharded,
         )
-        # With manual optimization one process may have backwards of its own: then each plans by itself.
+        # With manual optimization one process may run other backwards than the rest, so that each plans by itself.
         self._session = OffloadSession(
             owner,
             default_directory=None if "://" in directory else directory,
@@ -218,13 +219,13 @@ class OffloadCallback(Callback):
 
 
 def callbacks_from_environment() -> list[OffloadCallback]:
-    """Make what ``$LIGHTNING_SSD`` asks for: the entry point ``callbacks_factory`` of both packages of Lightning.
+    """Make the callback that ``$LIGHTNING_SSD`` describes: an entry point of both packages of Lightning.
 
-    It is a name of :data:`lightning_ssd.strategies.names.POLICIES`, or the path of a YAML file with settings of
-    :class:`OffloadPolicy` under ``policy`` and of :class:`HardwareProfile` under ``hardware``.
+    The variable is a name in :data:`lightning_ssd.strategies.names.POLICIES`, or the path of a YAML file with settings
+    of :class:`OffloadPolicy` under ``policy`` and of :class:`HardwareProfile` under ``hardware``.
 
     Raises:
-        ConfigError: it is neither, or the file has other settings.
+        ConfigError: the variable is neither, or the file has other settings.
     """
     value = os.environ.get(VARIABLE, "")
     if not value:
@@ -236,22 +237,25 @@ def callbacks_from_environment() -> list[OffloadCallback]:
     if not path.is_file():
         names = ", ".join(repr(name) for name, policy in POLICIES.items() if policy.parameters == "keep")
         raise ConfigError(
-            f"{VARIABLE}={value!r} is no policy's name and no file; allowed: {names}, or the path of a YAML file, for "
-            f"example with the line `{example}`"
+            f"{VARIABLE}={value!r} is no policy's name and no file. Set it to one of {names}, or to the path of a YAML "
+            f"file, for example with the line `{example}`"
         )
-    import yaml  # type: ignore[import-untyped]  # not by the training path of those who do not ask for it
+    import yaml  # type: ignore[import-untyped]  # only where the variable is set, to keep the training path short
 
     kinds: dict[str, Any] = {"policy": OffloadPolicy, "hardware": HardwareProfile}
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{VARIABLE}={value!r} is no YAML: {error}; allowed: such as `{example}`") from None
+        raise ConfigError(f"{VARIABLE}={value!r} is no YAML: {error}. Write lines such as `{example}`") from None
     if not isinstance(found, dict) or not found.keys() <= kinds.keys():
-        raise ConfigError(f"{VARIABLE}={value!r} holds {found!r}; allowed: policy and hardware, such as `{example}`")
+        raise ConfigError(
+            f"{VARIABLE}={value!r} holds {found!r}. Write the sections policy and hardware alone, such as `{example}`"
+        )
     for name, settings in found.items():
         known = {field.name for field in fields(kinds[name])}
         if not isinstance(settings, dict) or not settings.keys() <= known:
             raise ConfigError(
-                f"{VARIABLE}={value!r} has {name}={settings!r}; allowed: settings among {', '.join(sorted(known))}"
+                f"{VARIABLE}={value!r} has {name}={settings!r}, which is not only settings. Write settings among "
+                f"{', '.join(sorted(known))}"
             )
     return [OffloadCallback(**{name: kinds[name](**settings) for name, settings in found.items()})]
