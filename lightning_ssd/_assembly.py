@@ -61,10 +61,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
-    """The parts; ``None`` where the policy needs none."""
+    """The parts of an offloader; ``None`` if the policy needs no such part."""
 
     description: str
-    """One line: how bytes reach the drive, and where."""
+    """One line that says how bytes reach the drive, and where."""
     tiers: Tiers = field(default_factory=Tiers)
     reload: ReloadPool | None = None
     wear: WearMeter | None = None
@@ -78,10 +78,10 @@ NOTHING = Components(description="closed")
 
 
 def assemble(stack: ExitStack, policy: OffloadPolicy, environment: Environment) -> Components:
-    """Open what the policy needs; ``stack`` closes it.
+    """Open the parts that the policy needs; ``stack`` closes them.
 
     Raises:
-        ConfigError: nothing can be moved from the device.
+        ConfigError: tensors of the device cannot be moved.
         StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
         BackendUnavailableError: ``hardware.backend`` names one that does not work here.
     """
@@ -143,7 +143,7 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
 
 
 def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFiles:
-    """Files of their own for the states of one optimizer.
+    """Open files for the states of one optimizer.
 
     Raises:
         StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
@@ -180,7 +180,7 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
 def _with_parameters(
     parts: Components, stack: ExitStack, policy: OffloadPolicy, environment: Environment
 ) -> Components:
-    """Add what weights and gradients wait in, where the policy offloads them; ``stack`` closes it."""
+    """Add the parts for weights and gradients if the policy offloads them; ``stack`` closes them."""
     if policy.parameters == policy.gradients == "keep":
         return parts
     _refuse_parameters(policy, environment)
@@ -205,7 +205,7 @@ def _gauge(environment: Environment) -> Gauge:
 def _open_in_files(
     stack: ExitStack, policy: OffloadPolicy, environment: Environment, residents: Residents | None
 ) -> PagedParameters:
-    """Files for weights and gradients of a CPU."""
+    """Open files for weights and gradients of a CPU."""
     backend, directories, _ = _open_directories(stack, environment)
     files = WeightFiles(backend, directories, first=environment.local_rank)
     stack.callback(files.close)
@@ -213,7 +213,7 @@ def _open_in_files(
     stack.callback(pages.close)
     weights = gradients = freed = None
     if policy.parameters != "keep":
-        may_map_ahead = policy.memory_budget is None and residents is None  # else the room is for what stays
+        may_map_ahead = policy.memory_budget is None and residents is None  # else the room is for resident weights
         weights = MappedWeights(
             files,
             min_nbytes=policy.min_tensor_nbytes,
@@ -242,7 +242,7 @@ def _open_in_files(
 def _open_on_device(
     stack: ExitStack, policy: OffloadPolicy, environment: Environment, residents: Residents | None
 ) -> PagedParameters:
-    """Tiers of their own for weights and gradients of a device."""
+    """Open tiers for weights and gradients of a device."""
     backend, directories, _ = _open_directories(stack, environment)
     ssd = _open_ssd(stack, policy, environment, backend, directories, reload=None)
     tiers = WeightTiers(environment.device, ssd, _open_host(stack, environment), environment.copies)
@@ -267,7 +267,7 @@ def _needs(policy: OffloadPolicy, environment: Environment) -> Needs:
         gradients=policy.gradients,
         num_gradients=2 if environment.is_replicated else 1,
         keeps_states=policy.optimizer_states == "keep",
-        # Those of a device wait in memory of the host, which is not the memory that is short.
+        # A device's offloaded states are in host memory, which is not the memory that is short.
         state_bytes=0 if _is_device(environment) else environment.host_budget.total_bytes,
         num_directories=len(environment.paths),
     )
@@ -280,8 +280,8 @@ def _refuse_parameters(policy: OffloadPolicy, environment: Environment) -> None:
     if policy.gradients != "keep" and environment.is_replicated:
         raise ConfigError(
             f"OffloadPolicy.gradients={policy.gradients!r} got several processes, which keep all gradients in the "
-            "buckets of DistributedDataParallel; allowed: shards (SSDOffloadFSDPStrategy(policy=...), "
-            "or Offloader(is_sharded=True)), one process, or gradients='keep'"
+            "buckets of DistributedDataParallel. Train shards with SSDOffloadFSDPStrategy(policy=...) or "
+            "Offloader(is_sharded=True), train with one process, or write gradients='keep'"
         )
 
 
@@ -289,8 +289,8 @@ def _refuse_on_device(policy: OffloadPolicy, environment: Environment) -> None:
     if environment.agree is not None:
         name = "parameters" if policy.parameters != "keep" else "gradients"
         raise ConfigError(
-            f"OffloadPolicy.{name}={getattr(policy, name)!r} got several processes on {str(environment.device)!r}: so "
-            "far weights and gradients of a device can wait on drives in one process only; allowed: one device, or "
+            f"OffloadPolicy.{name}={getattr(policy, name)!r} got several processes on {str(environment.device)!r}, and "
+            "only one process can offload weights and gradients of a device so far. Train with one device, or write "
             f"{name}='keep'"
         )
     _refuse_other_devices(environment.device)
@@ -298,10 +298,10 @@ def _refuse_on_device(policy: OffloadPolicy, environment: Environment) -> None:
 
 def _refuse_other_devices(device: torch.device) -> None:
     if (missing := what_is_missing(device)) is not None:
-        allowed = ", ".join(repr(kind) for kind in device_types() if kind != device.type)
+        others = ", ".join(repr(kind) for kind in device_types() if kind != device.type)
         raise ConfigError(
-            f"device={str(device)!r}: nothing would be moved from there, because {missing}; allowed: {allowed}, or "
-            "optimizer_states='keep' with activations='keep', which counts"
+            f"device={str(device)!r}: nothing would be moved from there, because {missing}. Use another device "
+            f"({others}), or write activations='keep' and optimizer_states='keep', which only count"
         )
 
 
@@ -332,9 +332,9 @@ def _tell_of_foreign_malloc(memory_budget: int | str) -> None:
 
 
 def open_wear_meter(environment: Environment) -> WearMeter:
-    """For the directories, which are there: :func:`assemble` or :func:`open_state_files` has made them.
+    """Return a wear meter for the directories, which :func:`assemble` or :func:`open_state_files` has made.
 
-    Tells, in the first process of a machine, where drives are counted that are not there.
+    In the first process of a machine, warn if several directories are on one drive.
     """
     hardware = environment.hardware
     if not hardware.allow_unsuitable_paths and environment.local_rank == 0:
@@ -345,7 +345,7 @@ def open_wear_meter(environment: Environment) -> WearMeter:
 
 
 def _open_directories(stack: ExitStack, environment: Environment) -> tuple[Backend, list[Path], str]:
-    """How bytes get to the user's directories, these, and why in this way."""
+    """Return the backend for the user's directories, these directories, and the reason for the backend."""
     hardware, directories = environment.hardware, environment.directories
     with (
         created_directories(environment.paths, allow_unsuitable=hardware.allow_unsuitable_paths),
@@ -365,10 +365,10 @@ def _open_directories(stack: ExitStack, environment: Environment) -> tuple[Backe
 
 
 def _measure_all(backend: Backend, directories: Sequence[Path]) -> Rates:
-    """Measure all drives at once, as they are used; a full one is passed over when bytes are written, too.
+    """Measure all drives at once, as training uses them. A full drive is left out, as it is when bytes are written.
 
     Raises:
-        OSError: none can be measured.
+        OSError: no drive can be measured.
     """
     with ThreadPoolExecutor(len(directories)) as pool:
         probes = [pool.submit(measure_rates, backend, directory) for directory in directories]
@@ -404,7 +404,7 @@ def _constraints(policy: OffloadPolicy, capacity_bytes: int, num_processes: int)
 
 
 def _tell_of_slowdown(policy: OffloadPolicy) -> None:
-    """Sweeps set it for all jobs, so that it is no error."""
+    """Warn of a ``max_slowdown`` without effect. It is no error, because sweeps set it for all jobs."""
     reason = ""
     if policy.activations != "auto":
         reason = f"with activations={policy.activations!r}, which plans nothing"
@@ -422,7 +422,7 @@ def _open_ssd(
     directories: Sequence[Path],
     reload: ReloadPool | None,
 ) -> SsdTier:
-    """One tier over all directories."""
+    """Open one tier over all directories."""
     mover = _open_mover(stack, policy, backend, environment, reload)
     sampler = Sampler(policy.verify)
     ssd = SsdTier(backend, mover, directories, events=environment.events, sampler=sampler, first=environment.local_rank)

@@ -1,4 +1,4 @@
-"""Builds and owns everything that moves tensors in one process; the API for plain PyTorch."""
+"""Build and own all parts that move tensors in one process; the API for plain PyTorch."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from lightning_ssd.wear.meter import WearMeter
 __all__ = ["Offloader"]
 
 _NUMBERS_S, _PATIENCE_S = 0.05, 60.0
-"""For so long those who ask for numbers, and those who end or wait for our work, wait for a lock of ours to be free."""
+"""Limits of waits for a lock, for calls that read numbers, and for calls that end or await the offloader's work."""
 
 
 class Offloader:
-    """Moves the saved activations of one process and one device to SSD and back.
+    """Offloads the saved activations of one process and one device to SSD.
 
     Nothing is opened before :meth:`open` (or ``with``), so that an offloader may be built before processes are
-    spawned or forked. Forward runs inside :meth:`saved_tensors`; after each backward :meth:`end_backward` marks the
-    border of a step. Memory returns while forward still runs, and comes back just before backward needs it.
+    spawned or forked. Forward runs inside :meth:`saved_tensors`, and :meth:`end_backward` follows each backward.
+    Saved tensors leave memory while forward still runs, and are read back just before backward needs them.
 
     Example::
 
@@ -70,19 +70,20 @@ class Offloader:
                 print(offloader.drain_metrics())
 
     Args:
-        policy: what is moved.
-        hardware: where to, with what.
-        device: whose tensors; default: that of the modules given to :meth:`open`, else (as under ``with``) the CPU.
+        policy: says what is offloaded; default: ``OffloadPolicy()``.
+        hardware: says where to; default: ``HardwareProfile()``.
+        device: device of the tensors; default: that of the modules given to :meth:`open`, else (as under ``with``) the
+            CPU.
         default_directory: used when neither ``hardware.paths`` nor ``$LIGHTNING_SSD_PATHS`` names a directory.
-        subdirectory: appended to each directory, so that processes do not meet.
-        agree: under several processes that train together: gives the smallest of each number over all of them, so
-            that their plans agree. Called after the 1st, 2nd, 4th ... backward, by :meth:`offload_optimizer`, and by
-            :meth:`register_module` where blocks are recomputed.
-        is_sharded: processes have shards of the model (FSDP2). Else those that ``agree`` are taken to have all of it
-            each, with ``DistributedDataParallel``, which holds what is trained.
-        num_local_processes: of this run on this machine, which share its memory, its drives and their wear; default:
-            ``$LOCAL_WORLD_SIZE``, which torchrun sets, else 1.
-        local_rank: this process's number among them, so that each begins with another directory; default:
+        subdirectory: appended to each directory, so that each process has its own.
+        agree: for processes that train together: returns the smallest of each number over all processes, so that they
+            make equal plans. Called after the 1st, 2nd, 4th ... backward, by :meth:`offload_optimizer`, and by
+            :meth:`register_module` if blocks are recomputed.
+        is_sharded: processes have shards of the model (FSDP2). Else processes with ``agree`` are assumed to train
+            copies of the whole model with ``DistributedDataParallel``, which holds the trained weights.
+        num_local_processes: number of this run's processes on this machine, which share its memory, its drives and
+            their wear; default: ``$LOCAL_WORLD_SIZE``, which torchrun sets, else 1.
+        local_rank: number of this process among them, so that each begins with another directory; default:
             ``$LOCAL_RANK``, which torchrun sets, else 0.
     """
 
@@ -128,7 +129,7 @@ class Offloader:
         self._last_optimizer_stats: tuple[OptimizerStats, ...] = ()
         self._last_stats = self._known_stats = self._sampled = OffloadStats()
         self._recorder: StepRecorder | None = None
-        self._awaits_optimizer = self.policy.optimizer_states == "offload"  # else none can be forgotten
+        self._awaits_optimizer = self.policy.optimizer_states == "offload"  # else the program cannot forget one
         self._has_trained = self._has_failed = False
         self.description = "closed"
 
@@ -136,15 +137,15 @@ class Offloader:
 
     @property
     def is_open(self) -> bool:
-        """Between :meth:`open` and :meth:`close`."""
+        """Whether it is between :meth:`open` and :meth:`close`."""
         return self._resources is not None
 
     def open(self, *modules: torch.nn.Module) -> Offloader:
-        """Open files and threads, and register modules. Again while open: registers the modules, opens nothing.
+        """Open files and threads, and register modules. A further call while it is open only registers modules.
 
         Raises:
             StorageError: a directory cannot serve (:class:`UnsuitablePathError`) or is full.
-            ConfigError: two of ``hardware.paths`` are one directory, or nothing can be moved from the device.
+            ConfigError: two of ``hardware.paths`` are one directory, or tensors of the device cannot be moved.
             BackendUnavailableError: ``hardware.backend`` names one that does not work here.
         """
         if not self.is_open:
@@ -213,7 +214,7 @@ class Offloader:
 
         Raises:
             StorageError: a read had failed for good; the thread that waited for it has seen the same error.
-            RuntimeError: a signal handler calls it in the middle of our own work. Nothing is closed.
+            RuntimeError: a signal handler calls it while this thread holds a lock of the offloader. Nothing is closed.
         """
         if self._cache is not None and not self._is_foreign:
             if any(optimizer.is_stepping_here for optimizer in self._optimizers):
@@ -241,7 +242,7 @@ class Offloader:
             warnings.warn(NO_OPTIMIZER, stacklevel=2)
 
     def _close(self, resources: ExitStack, cache: TensorCache) -> tuple[BaseException | None, bool]:
-        """Returns a read's failure, and whether an optimizer was bypassed."""
+        """Close all parts; return the error of a failed read, and whether an optimizer was bypassed."""
         is_bypassed = any(optimizer.is_bypassed for optimizer in self._optimizers)  # closing writes lent states back
         try:
             try:
@@ -251,7 +252,7 @@ class Offloader:
         finally:
             try:
                 self._last_stats = self._snapshot()
-            finally:  # a broken device can tell nothing any more
+            finally:  # a broken device may raise in _snapshot()
                 self._resources = self._cache = None
                 self._finalizer.detach()
                 try:
@@ -262,7 +263,7 @@ class Offloader:
         return failure, is_bypassed
 
     def abort(self) -> None:
-        """A step has failed: drop queued work. :meth:`close` will not raise over the error that is under way."""
+        """Drop queued work after a failed step, so that :meth:`close` raises nothing in addition to its error."""
         self._has_failed = True
         if self._cache is not None and not self._is_foreign:
             self._cache.abort()
@@ -280,44 +281,44 @@ class Offloader:
     # -- in the training loop ------------------------------------------------------------------------------------
 
     def streamed_init(self) -> AbstractContextManager[None]:
-        """Around the building of a model: where the policy offloads parameters, weights leave memory as they are made
-        (with "auto", as soon as memory is short).
+        """Return a context for building a model, in which offloaded weights leave memory as soon as they are made.
 
-        So a model is never whole in memory, and it has the same weights, from the same random numbers. Those that are
-        trained come back to memory in :meth:`register_module`, which has to follow.
+        With ``parameters="auto"`` they leave when memory is short. So the model is never whole in memory, and still
+        gets the same weights from the same random numbers. :meth:`register_module` has to follow, which brings trained
+        weights back to memory.
         """
         self._opened()
         return self._parts.parameters.streamed_init()
 
     def register_module(self, module: torch.nn.Module) -> None:
-        """Parameters and buffers of ``module`` are no saved activations, whatever view of them autograd saves.
+        """Register the parameters and buffers of ``module``, which are not offloaded as saved activations.
 
-        Where the policy offloads parameters, those that are not trained are written to the drive, and wait there
-        between their uses from now on. With "auto" it is decided here how many of them, and again between later steps.
+        If the policy offloads parameters, frozen ones are written to the drive now, and stay there between their uses.
+        With ``parameters="auto"`` it is decided now how many of them, and again between later steps.
 
-        Its repeated blocks, or those that ``policy.recompute_modules`` names, are found, and each block's ``forward``
-        is stood in for until :meth:`close`: where the policy plans, to learn what they take; where it allows, to
-        recompute them.
+        The module's repeated blocks, or those that ``policy.recompute_modules`` names, get another ``forward`` until
+        :meth:`close`. With plans it measures the blocks; if the policy allows, it recomputes them.
 
         Raises:
             ConfigError: the module has no block of the classes that ``policy.recompute_modules`` names; or it is on a
                 GPU, and the offloader was opened for the CPU.
-            BudgetError: ``memory_budget`` has no room for what cannot wait, with ``parameters="auto"``.
+            BudgetError: ``memory_budget`` has no room for tensors that cannot be offloaded, with ``parameters="auto"``.
             StorageError: weights cannot be written: the drive is full (:class:`OutOfSpaceError`) or refuses.
         """
         cache, resources = self._opened(), self._resources
         if accelerator_of(device_of([module])) is not None and cache.device.type == "cpu":
             raise ConfigError(
                 f"{type(module).__name__} is on a GPU, and this Offloader was opened for the CPU, so that nothing "
-                "would move; allowed: Offloader(device=next(model.parameters()).device), or open(model)"
+                "would move. Write Offloader(device=next(model.parameters()).device), or open(model)"
             )
-        self._parts.parameters.register_module(module)  # before stand-ins of others: what repeats a forward tells, too
+        # Before the blocks' patches, so that a recomputed forward also goes through the patches of weights.
+        self._parts.parameters.register_module(module)
         if self.policy.activations in ("auto", "recompute", "recompute_offload") and resources is not None:
             classes = self.policy.recomputable_classes
             blocks = find_blocks(module, classes or ())
             is_agreed = self._is_agreed(blocks)
             new = {name: block for name, block in blocks.items() if not any(block in known for known in cache.blocks)}
-            if new:  # again, or as part of another module: a second stand-in would tell of each call twice
+            if new:  # a module that is registered again, or within another one, must not be measured twice
                 is_full = self.policy.verify == "full"
                 watched = Blocks(new, full=is_full, may_recompute=classes is not None, is_agreed=is_agreed)
                 cache.blocks.append(resources.enter_context(watched))
@@ -337,24 +338,26 @@ class Offloader:
         self._parts.parameters.tell()
 
     def _is_agreed(self, blocks: Iterable[str]) -> bool:
-        """Whether all processes are going to recompute these blocks, and no others: what one of them repeats may wait
-        for the same repetition in another one. With "auto" each follows plans of its own.
+        """Return whether all processes recompute exactly these blocks; false with "auto", where each follows its plans.
+
+        Only then may a recomputed block communicate, because it waits for the same block in the other processes.
 
         Raises:
-            ConfigError: they would recompute others.
+            ConfigError: the processes would recompute different blocks.
         """
         if self._agree is None or self.policy.activations == "auto":
             return False
         if not have_same(blocks, self._agree):
             raise ConfigError(
-                "the processes of this run would recompute different blocks; allowed: the same in all of them. Give "
+                "the processes of this run would recompute different blocks, and have to recompute the same ones. Give "
                 f"each the same model and OffloadPolicy.recompute_modules. Here: {', '.join(sorted(blocks)) or 'none'}"
             )
         return True
 
     def move_in(self, module: torch.nn.Module) -> None:
-        """Before a module is moved to a device: weights that are going to wait are moved one by one, and wait from then
-        on, so that the device need not hold all of them. Does nothing where none wait.
+        """Before a module is moved to a device, move the weights to offload one by one, and offload each at once.
+
+        So the device never has to hold all of them. Does nothing if no weights are offloaded.
 
         Raises:
             StorageError: weights cannot be written.
@@ -363,27 +366,29 @@ class Offloader:
         self._parts.parameters.move_in(module)
 
     def host_copies(self) -> AbstractContextManager[None]:
-        """Around ``module.state_dict()``, for a checkpoint: weights that wait away from a device come as copies in
-        memory of the host, since the device need not have room for all of them.
+        """Return a context for ``module.state_dict()`` in which offloaded weights of a device are copied to the host.
+
+        The device need not have room for all of them.
         """
         return self._parts.parameters.host_copies()
 
     def send_out_weights(self) -> None:
-        """Take weights out of memory that something has touched outside of the model's forward and backward, such as
-        saving them. Each :meth:`end_backward` does so, too.
+        """Offload again the weights that were read outside of the model's forward and backward, such as by a save.
+
+        Each :meth:`end_backward` does so, too.
         """
         if not self._is_foreign:
             self._parts.parameters.send_out()
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let the states of ``optimizer`` wait on SSD. Where the policy keeps them, or it has no parameters, it
-        comes back as it is.
+        """Offload the states of ``optimizer`` to SSD, and return the optimizer to use in its place.
 
-        Use what is returned instead of ``optimizer``; schedulers, hooks and groups of ``optimizer`` stay good. Its
-        files live until :meth:`close`; its ``state_dict`` works afterwards, too.
+        If the policy keeps the states, or the optimizer has no parameters, return ``optimizer`` itself. Schedulers,
+        hooks and groups of ``optimizer`` remain valid. The files live until :meth:`close`; ``state_dict`` also works
+        afterwards.
 
         Raises:
-            ConfigError: it is none, or couples its parameters, so that it cannot run on some of them at a time.
+            ConfigError: it is no optimizer, or it couples its parameters, so that it cannot update a part of them.
             StorageError: a directory cannot serve, or is full.
         """
         self._opened()
@@ -416,15 +421,15 @@ class Offloader:
         return offloaded
 
     def expect_no_optimizer(self) -> None:
-        """Let :meth:`close` not warn that no optimizer was offloaded: the strategy gives all that there are."""
+        """Let :meth:`close` not warn that no optimizer was offloaded, because the strategy offloads all optimizers."""
         self._awaits_optimizer = False
 
     def saved_tensors(self, *, signature: Hashable = None) -> AbstractContextManager[None]:
-        """Around a forward: what autograd saves in it goes through us. Costs nothing under ``no_grad``.
+        """Return a context for a forward, whose saved tensors are offloaded. Costs nothing under ``no_grad``.
 
         Args:
-            signature: names the kind of step, for example the shapes of its batch. Steps of one kind share a plan;
-                without it they are told apart by the sizes of what they save.
+            signature: names the kind of step, for example the shapes of its batch. Steps of one kind share a plan.
+                Without it they are distinguished by the sizes of their saved tensors.
 
         Raises:
             BudgetError: on entry: a budget of the policy cannot be kept by any plan for this model and batch.
@@ -432,11 +437,11 @@ class Offloader:
         cache = self._opened()
         current = cache.new_pass(signature)
         self._parts.parameters.begin_pass(lambda: cache.is_alone)
-        current.keep_until_over(self)  # or another thread might close us meanwhile
+        current.keep_until_over(self)  # or the offloader might be dropped, and closed, meanwhile
         return current
 
     def end_backward(self) -> None:
-        """After a backward: order and times are learnt, plans are made and put in force, spare memory goes back.
+        """After a backward, record its order and times, make and apply plans, and give spare memory back.
 
         Raises:
             BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
@@ -456,24 +461,24 @@ class Offloader:
         if wear is not None and wear.is_rated and (warning := wear.border(self._moved().bytes_written)) is not None:
             warnings.warn(warning, stacklevel=2)
         if has_counted:
-            self._snapshot()  # for a signal handler that asks while the lock is held
+            self._snapshot()  # for a signal handler that reads the numbers while the lock is held
 
     def wait_for_plan(self) -> None:
         """Block until the plan under way has been made; the next step follows it. Training never needs it.
 
         Raises:
             BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
-            RuntimeError: a signal handler calls it in the middle of our own work.
+            RuntimeError: a signal handler calls it while this thread holds a lock of the offloader.
         """
         if self._parts.scheduler is not None and self.is_open:
             _refuse_within("wait_for_plan", self._opened())
             self._parts.scheduler.wait()
 
     def flush(self) -> None:
-        """Wait until everything queued has left. Training never needs it; tests and measurements do.
+        """Wait until all queued writes have ended. Training never needs it; tests and measurements do.
 
         Raises:
-            RuntimeError: a signal handler calls it in the middle of our own work.
+            RuntimeError: a signal handler calls it while this thread holds a lock of the offloader.
         """
         if self.is_open:
             cache = self._opened()
@@ -488,23 +493,23 @@ class Offloader:
 
     @property
     def _is_foreign(self) -> bool:
-        """Whether this is a fork: its copies of our locks may be held for ever, so that nothing here may take one."""
+        """Whether this process was forked. Its copies of locks may be held for ever, so that it must not take one."""
         return self._cache is not None and self._cache.is_foreign
 
     # -- numbers -------------------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> OffloadStats:
-        """Counters since :meth:`open`; after :meth:`close` those of the end. A fork has none of its own.
+        """Counters since :meth:`open`; after :meth:`close` the final ones. A fork has none of its own.
 
-        Where a lock of ours is not free for 50 ms, because a signal handler has interrupted who holds it, those of the
+        If a lock is not free within 50 ms, because a signal handler has interrupted its holder, they are those of the
         last backward.
         """
         return self._snapshot() if self.is_open else self._last_stats
 
     @property
     def optimizer_stats(self) -> tuple[OptimizerStats, ...]:
-        """Counters of each offloaded optimizer; after :meth:`close` those of the end."""
+        """Counters of each offloaded optimizer; after :meth:`close` the final ones."""
         own = () if self._is_foreign else tuple(optimizer.stats for optimizer in self._optimizers)
         return self._last_optimizer_stats + own
 
@@ -522,28 +527,28 @@ class Offloader:
         else:
             stats = self._cache.snapshot(disk_bytes=ssd.disk_bytes, busy_s=ssd.busy_s, num_retries=ssd.num_retries)
         stats = self._parts.parameters.added_to(stats)
-        if self._known_stats is known:  # else a signal handler has asked meanwhile, later than we have
+        if self._known_stats is known:  # else a signal handler has read later numbers meanwhile
             self._known_stats = stats
         return stats
 
     def begin_record(self, step: int = 0, *, expected_s: float = 1.0, optimizers: Iterable[Optimizer] = ()) -> bool:
-        """Record from now on what is in memory, what moves and who waits, until :meth:`end_record`. One step at a time.
+        """Record memory, moves and stalls of one step, from now on until :meth:`end_record`.
 
         A thread reads the memory in use some hundred times; each saved storage costs a few microseconds more.
 
         Args:
-            step: its number, for the record.
-            expected_s: about how long the step will take (seconds).
-            optimizers: whose states are counted, besides those that are offloaded.
+            step: number of the step, for the record.
+            expected_s: approximate duration of the step in seconds.
+            optimizers: optimizers whose states are counted, besides the offloaded ones.
 
         Returns:
-            Whether it has begun: another caller's record may be under way.
+            Whether the record has begun; false if another caller's record is under way.
 
         Raises:
-            ConfigError: ``expected_s`` is no length of time.
+            ConfigError: ``expected_s`` is no duration.
         """
         if not 0 < expected_s < math.inf:
-            raise ConfigError(f"begin_record(expected_s={expected_s!r}); allowed: a number of seconds above 0")
+            raise ConfigError(f"begin_record(expected_s={expected_s!r}) is no duration; give seconds above 0")
         cache = self._opened()
         if self._recorder is not None:
             return False
@@ -557,15 +562,16 @@ class Offloader:
         return True
 
     def mark_record(self, phase: PhaseName) -> None:
-        """Say what the training thread does from now on, where a step is being recorded and only the loop knows:
-        ``"data"`` between the batches of one step, for example.
+        """Name the phase that the training thread is in from now on, for a step that is being recorded.
+
+        A loop calls it for phases that only the loop knows, such as ``"data"`` between the batches of one step.
         """
         recorder = self._recorder
         if recorder is not None:
             recorder.mark(phase)
 
     def end_record(self) -> StepRecord | None:
-        """The step that began with :meth:`begin_record` is over. ``None``: none had begun."""
+        """End the record that :meth:`begin_record` began, and return it; ``None``: none had begun."""
         recorder = self._recorder
         if recorder is None:
             return None
@@ -579,19 +585,19 @@ class Offloader:
         return recorder.finish()
 
     def reset_peaks(self) -> None:
-        """Start the peaks anew at what is in memory now."""
+        """Reset all peaks to the memory in use now."""
         self._opened().reset_peaks()
         self._parts.parameters.reset_peak()
 
     @property
     def plan_report(self) -> PlanReport | None:
-        """Predicted against measured for the plan in force; ``None`` before a pass has followed one."""
+        """Predicted and measured numbers of the plan in force; ``None`` before a pass has followed a plan."""
         scheduler = self._parts.scheduler
         return None if scheduler is None else scheduler.report()
 
     @property
     def unusable(self) -> str | None:
-        """Why plans move nothing to a drive; ``None``: they may, or none has been made yet."""
+        """Reason why plans move nothing to a drive; ``None``: they can, or no plan has been made yet."""
         return None if self._parts.scheduler is None else self._parts.scheduler.unusable
 
     @property
@@ -609,8 +615,9 @@ class Offloader:
 
     @property
     def drive_rates(self) -> TierRates | None:
-        """Bytes per second of the drives together: what plans are made with, once there is one, else what the run has
-        shown; ``None``: nothing moves to drives. Measures nothing.
+        """Rates of all drives together in bytes per second; ``None``: nothing moves to drives. Measures nothing.
+
+        Once there is a plan, they are the rates that plans use, else those that the run has shown.
         """
         if self._cache is None or self._is_foreign:
             return None
@@ -620,11 +627,11 @@ class Offloader:
         """Return the metrics since the last call, under the keys of :data:`lightning_ssd.telemetry.metrics.METRICS`.
 
         Args:
-            step_s: how long the step took that is over (seconds), where the caller has measured it.
+            step_s: duration of the last step in seconds, if the caller has measured it.
         """
         while True:
             before, now = self._sampled, self._moved()
-            if before is self._sampled:  # else a signal handler has drained meanwhile, and what it got is told
+            if before is self._sampled:  # else a signal handler has drained meanwhile, and has reported these numbers
                 break
         self._sampled = now
         scheduler, wear, host = self._parts.scheduler, self._wear, self._parts.tiers.host
@@ -653,7 +660,7 @@ class Offloader:
 
 
 def _refuse_within(name: str, cache: TensorCache) -> None:
-    """Refuse what would wait for ever, because a signal handler has interrupted this thread where it holds a lock."""
+    """Refuse a call that would wait for ever: a signal handler has interrupted this thread while it holds a lock."""
     if not cache.is_free_within(_PATIENCE_S):
         raise RuntimeError(
             f"{name}() has waited {_PATIENCE_S:g} s for a lock that this thread seems to hold itself: a signal handler "

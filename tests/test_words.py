@@ -21,10 +21,6 @@ SUFFIX = "allowed: "
 OPENINGS = ("Of ", "What ", "The same")
 
 MOST = {
-    "_assembly": 3,
-    "callback": 8,
-    "cli": 1,
-    "offloader": 3,
     "strategies": 12,
 }
 """Package or module -> the most that it may have. All others have none."""

@@ -750,7 +750,7 @@ def test_nothing_frozen_is_told(opened: Callable[..., Offloader]) -> None:
 
 def test_other_devices_are_refused(spill_dir: Path) -> None:
     offloader = Offloader(policy=policy(), hardware=HardwareProfile(paths=[spill_dir]), device="meta")
-    with pytest.raises(ConfigError, match="allowed"):
+    with pytest.raises(ConfigError, match="Use another device"):
         offloader.open()
 
 

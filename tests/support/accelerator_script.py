@@ -72,7 +72,7 @@ def be_refused(directory: str) -> None:
         Offloader(device="bare", policy=OffloadPolicy(activations="offload"), hardware=hardware).open()
     except ConfigError as error:
         text = str(error)
-    said = f"device='bare:0': nothing would be moved from there, because {missing}; allowed: 'cpu', 'cuda', or "
+    said = f"device='bare:0': nothing would be moved from there, because {missing}. Use another device ('cpu', 'cuda')"
     assert text.startswith(said), text
 
 
