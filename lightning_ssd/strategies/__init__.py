@@ -1,1 +1,1 @@
-"""Lightning's strategies and Fabric's: the only package that leans on Lightning."""
+"""Strategies for Lightning's Trainer and Fabric: the only package that uses Lightning's private parts."""

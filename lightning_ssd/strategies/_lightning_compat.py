@@ -1,6 +1,6 @@
-"""Code that leans on Lightning's private parts (2.6), each piece with the upstream place that it answers.
+"""Use Lightning's private parts (2.6). Each function names the place in Lightning that it depends on.
 
-``tests/strategies/test_lightning_compat.py`` asserts of each place that it is still as it is told here.
+``tests/strategies/test_lightning_compat.py`` asserts that each of these places is still as described here.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def stands_for_base_backward(method: _F) -> _F:
 
 
 def become_one_device(strategy: FabricDDPStrategy) -> None:
-    """From now on ``strategy`` is a ``SingleDeviceStrategy`` too, which meets no other process. Idempotent.
+    """Make ``strategy`` also a ``SingleDeviceStrategy``, which communicates with no other process. Idempotent.
 
     Answers ``Fabric._validate_launched`` and ``Fabric.no_backward_sync`` in ``lightning.fabric.fabric``: only of such a
     strategy may ``launch()`` be left out, and has the second one nothing to do. But a strategy learns the number of its
@@ -91,10 +91,10 @@ def become_one_device(strategy: FabricDDPStrategy) -> None:
 
 
 class _OneDevice(FabricSingleDeviceStrategy):
-    """Stands before a strategy for several devices among the bases of a class."""
+    """Makes a strategy for several devices, which follows it among the bases of a class, one for a single device."""
 
     parallel_devices: list[torch.device] | None
-    # This process may still be one of many to its launcher (torchrun, SLURM); not to us.
+    # The launcher (torchrun, SLURM) may have started more processes, each of which trains alone.
     global_rank = 0
     local_rank = 0
     node_rank = 0
@@ -174,7 +174,7 @@ def make_launcher(
     num_processes: int,
     num_nodes: int,
 ) -> _Launcher:
-    """Make what starts the processes of a strategy for several.
+    """Make the launcher that starts the processes of a strategy for several.
 
     Answers ``Strategy.launcher`` in ``lightning.pytorch.strategies.strategy``, which returns ``_launcher``, and the two
     classes in ``lightning.pytorch.strategies.launchers``. ``DDPStrategy._configure_launcher`` does the same.
@@ -221,7 +221,7 @@ def register_comm_hook(
 
 
 def forward_redirection() -> Any:
-    """Make what calls ``training_step`` through DDP's ``forward``.
+    """Make the object that calls ``training_step`` through DDP's ``forward``.
 
     It is ``_DDPForwardRedirection`` in ``lightning.pytorch.strategies.ddp``, and belongs into
     ``Strategy._forward_redirection`` (``lightning.pytorch.strategies.strategy``).
@@ -230,5 +230,5 @@ def forward_redirection() -> Any:
 
 
 def explain(exception: BaseException, pattern: str, message: str) -> None:
-    """Replace an exception's words: ``_augment_message`` in ``lightning.pytorch.utilities.exceptions``."""
+    """Replace an exception's message: ``_augment_message`` in ``lightning.pytorch.utilities.exceptions``."""
     _augment_message(exception, pattern=pattern, new_message=message)

@@ -1,4 +1,4 @@
-"""The kind of step that a batch makes: its shapes, and the modes that change what forward saves."""
+"""Compute the signature of a step: the shapes of its batch, and the modes that change what forward saves."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lightning_ssd.common.accelerators import device_types
 __all__ = ["signature_of"]
 
 _MAX_DEPTH = 16
-"""Deeper down, and in what contains itself, only types count."""
+"""Depth of containers below which only types count. It also ends containers that contain themselves."""
 
 
 def signature_of(arguments: Any, module: torch.nn.Module) -> Hashable:
-    """Equal for steps that save alike: same shapes, training modes, autocast and trained parameters.
+    """Return a value that is equal for steps with equal shapes, training modes, autocast and trained parameters.
 
-    Two of one kind may still differ (data-dependent control flow), and then are told apart by what they save.
+    Such steps save equal tensors, unless control flow depends on data. They are then distinguished by the tensors.
 
     Args:
-        arguments: of ``training_step``: tensors in lists, tuples, mappings and dataclasses, and whatever else.
-        module: whose parameters are trained; alternating steps of a GAN toggle them. It costs about 0.2 microseconds
-            per module and parameter.
+        arguments: arguments of ``training_step``: tensors in lists, tuples, mappings and dataclasses, and other values.
+        module: the module that is trained; alternating steps of a GAN toggle its parameters. It costs about 0.2
+            microseconds per module and parameter.
     """
     return (
         _shape(arguments, _MAX_DEPTH),
@@ -34,7 +34,7 @@ def signature_of(arguments: Any, module: torch.nn.Module) -> Hashable:
 
 
 def _modes(root: torch.nn.Module) -> bytes:
-    """One flag per module (in training) and parameter (trained). ``Module.parameters()`` would cost four times this."""
+    """Return a flag per module (in training) and parameter (trained). ``Module.parameters()`` is four times slower."""
     modules, known = [root], {root}
     flags: list[bool] = []
     for module in modules:
@@ -61,10 +61,10 @@ def _shape(value: Any, depth: int) -> Hashable:
         if is_dataclass(value) and not isinstance(value, type):
             # A field that is not set by the constructor may be missing.
             return tuple(_shape(getattr(value, field.name, None), depth - 1) for field in fields(value))
-    # Numbers among them (the index of the batch) change in each step and say nothing of what is saved.
+    # Only the type: numbers (the index of the batch) change in each step, and do not change what is saved.
     return type(value).__name__
 
 
 def _name(key: object) -> str:
-    """A key that is no name (a number, a tensor) may be another one in each batch."""
+    """Return a key if it is a text, else its type, because numbers and tensors may differ in each batch."""
     return key if isinstance(key, str) else type(key).__name__

@@ -1,4 +1,4 @@
-"""Lightning's batch-size finder at work: to it, a batch for which no plan keeps the budget is one that is too large."""
+"""Tell Lightning's batch-size finder that a batch is too large if no plan can keep the budget for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["BatchSizeFinderAdapter"]
 
 
 class BatchSizeFinderAdapter:
-    """Tells whether the finder is trying a size, and translates for it.
+    """Tells whether the finder is trying a size, and translates errors for it.
 
     Args:
-        trainer: about to fit, with the callbacks that the user gave it.
+        trainer: the Trainer before ``fit``, with the user's callbacks.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -33,7 +33,7 @@ class BatchSizeFinderAdapter:
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Around what may raise :class:`BudgetError`."""
+        """Return a context that translates a :class:`BudgetError` for the finder."""
         try:
             yield
         except BudgetError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints that are written and read piece by piece: states that do not fit into memory must not pass through it."""
+"""Write and read checkpoints piece by piece, because offloaded states may not fit into memory together."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["StreamedCheckpointIO"]
 
 
 class StreamedCheckpointIO(TorchCheckpointIO):
-    """Lightning's own checkpoints, byte by byte readable without us, without its copy of the whole in memory.
+    """Writes Lightning's own checkpoints, readable without this package, without a copy of the whole in memory.
 
-    Local files only: what goes elsewhere goes Lightning's way.
+    It handles local files. All other paths are left to Lightning.
     """
 
     @override
@@ -44,7 +44,7 @@ class StreamedCheckpointIO(TorchCheckpointIO):
             ):
                 _save(checkpoint, _WatchedFile(stream, line, _num_bytes(checkpoint)))
                 stream.flush()
-                # By descriptor: others may be able to write to the directory, and to put a link in the name's place.
+                # By descriptor: other users may be able to write to the directory, and to replace the name by a link.
                 os.fchmod(stream.fileno(), 0o666 & ~_umask())
                 os.fsync(stream.fileno())
             os.replace(name, target)
@@ -67,15 +67,15 @@ class StreamedCheckpointIO(TorchCheckpointIO):
 
 
 class _WatchedFile:
-    """Stands for a file of ``torch.save``, and tells how much has been written.
+    """Wraps a file for ``torch.save``, and shows on a status line how much has been written.
 
-    Once the file is closed, what comes is dropped: of a save that was interrupted, PyTorch writes the archive's end
-    from a destructor in C++, where an error ends the process. A whole one has been ended before.
+    After the file is closed, writes are dropped. PyTorch writes the end of an interrupted archive from a destructor in
+    C++, where an error would end the process. The end of a complete archive is written before.
 
     Args:
         stream: the file.
-        line: where to.
-        total_bytes: about so many are to come; 0: unknown.
+        line: the status line.
+        total_bytes: approximate number of bytes to come; 0: unknown.
     """
 
     def __init__(self, stream: BinaryIO, line: StatusLine, total_bytes: int) -> None:
@@ -93,7 +93,7 @@ class _WatchedFile:
 
 
 def _num_bytes(checkpoint: dict[str, Any]) -> int:
-    """Return the bytes of the tensors; 0 where they are unknown."""
+    """Return the bytes of all tensors; 0 if unknown."""
     try:
         return sum(leaf.nbytes for leaf in tree_leaves(checkpoint) if isinstance(leaf, torch.Tensor))
     except Exception:  # of whatever class: the number is not needed
@@ -101,14 +101,16 @@ def _num_bytes(checkpoint: dict[str, Any]) -> int:
 
 
 def _local(path: str | os.PathLike[str]) -> Path | None:
-    """Without "file://" and "~"; ``None``: it leads elsewhere."""
+    """Return a local path without "file://" and "~"; ``None``: it is no local path."""
     system = get_filesystem(str(path))
     return Path(system._strip_protocol(str(path))) if type(system).__name__ == "LocalFileSystem" else None
 
 
 def _save(checkpoint: dict[str, Any], stream: Any) -> None:
-    """``torch.save``. An interrupt in the middle of a record comes out of it as a ``RuntimeError`` ("unexpected pos"),
-    because it ends the archive all the same: here it comes out as what it is.
+    """Call ``torch.save``, and raise an interrupt as what it is.
+
+    An interrupt in the middle of a record becomes a ``RuntimeError`` ("unexpected pos"), because PyTorch still tries to
+    end the archive.
     """
     try:
         torch.save(checkpoint, stream)
@@ -122,7 +124,7 @@ def _save(checkpoint: dict[str, Any], stream: Any) -> None:
 
 
 def _umask() -> int:
-    # There is no way to ask without setting.
+    # The mask cannot be read without setting it.
     with deferring_interrupts():
         mask = os.umask(0o077)
         os.umask(mask)

@@ -1,4 +1,4 @@
-"""Options of users for several processes: how they start, and what ``DistributedDataParallel`` gets."""
+"""Check the user's options for several processes: how they start, and arguments of ``DistributedDataParallel``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def check_start_method(owner: object, start_method: str) -> None:
-    """Refuse one that does not exist.
+    """Refuse a start method that does not exist.
 
     Raises:
-        ConfigError: with the name of the owner's class.
+        ConfigError: there is no such method; the error names the owner's class.
     """
     if start_method not in get_args(StartMethod):
-        allowed = ", ".join(map(repr, get_args(StartMethod)))
-        raise ConfigError(f"{type(owner).__name__}.start_method={start_method!r}; allowed: {allowed}")
+        methods = ", ".join(map(repr, get_args(StartMethod)))
+        raise ConfigError(f"{type(owner).__name__}.start_method={start_method!r} is unknown. Write one of {methods}")
 
 
 def ddp_arguments(*, broadcast_buffers: bool | None, **others: Any) -> dict[str, Any]:
-    """Return arguments of ``DistributedDataParallel``; ``None``: its own default."""
-    if broadcast_buffers is None:  # PyTorch 2.13 warns where this one is passed at all
+    """Return arguments of ``DistributedDataParallel``, without ``broadcast_buffers`` if that is ``None``."""
+    if broadcast_buffers is None:  # PyTorch 2.13 warns whenever it is passed
         return others
     return {**others, "broadcast_buffers": broadcast_buffers}

@@ -1,4 +1,4 @@
-"""Logs what a strategy of ours does where the user gave the Trainer a logger but no ``OffloadMonitor``."""
+"""Log the metrics of offloading when the user gave the Trainer a logger but no ``OffloadMonitor``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["DefaultMonitor", "check_log_metrics"]
 
 
 class DefaultMonitor(OffloadMonitor):
-    """Gives numbers to the Trainer's loggers and prints the verdict, and does nothing that shows anywhere else.
+    """Gives numbers to the Trainer's loggers and prints the verdict, with no other visible effect.
 
-    It is not on the progress bar, because what is shown there becomes a callback metric. It records no steps, because
-    recording costs time. It has no state in checkpoints, because loading one would ask for this callback.
+    It shows nothing on the progress bar, because values there become callback metrics. It records no steps, because a
+    record costs time. It has no state in checkpoints, because a load would then require this callback.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class DefaultMonitor(OffloadMonitor):
         return False
 
     def attach(self, trainer: pl.Trainer) -> None:
-        """Join the Trainer's callbacks where a logger wants the numbers and no other callback logs them."""
+        """Add this to the Trainer's callbacks if there is a logger, and no other monitor."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         is_read = any(not isinstance(logger, DummyLogger) for logger in trainer.loggers)
         if not is_read or trainer.barebones or any(isinstance(one, OffloadMonitor) for one in callbacks):
             return
-        # Lightning keeps checkpoints last, so that they see what the others did.
+        # Lightning keeps checkpoints last, so that they see the effects of other callbacks.
         index = next((i for i, one in enumerate(callbacks) if isinstance(one, Checkpoint)), len(callbacks))
         callbacks.insert(index, self)
 
@@ -52,16 +52,16 @@ class DefaultMonitor(OffloadMonitor):
         self._detach(trainer)
 
     def _detach(self, trainer: pl.Trainer) -> None:
-        # A list of its own: Lightning is on its way through the other one.
+        # A new list, because Lightning is iterating over the other one.
         trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
 
 
 def check_log_metrics(owner: object, log_metrics: object) -> bool:
-    """Refuse what is neither ``True`` nor ``False``.
+    """Refuse a value that is neither ``True`` nor ``False``, else return it.
 
     Raises:
-        ConfigError: with the name of the owner's class.
+        ConfigError: the value is of another type; the error names the owner's class.
     """
     if not isinstance(log_metrics, bool):
-        raise ConfigError(f"{type(owner).__name__}.log_metrics={log_metrics!r}; allowed: True, False")
+        raise ConfigError(f"{type(owner).__name__}.log_metrics={log_metrics!r} is no switch. Write True or False")
     return log_metrics

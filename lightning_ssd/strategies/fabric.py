@@ -1,9 +1,9 @@
-"""``Fabric(strategy="ssd_offload")``: the same offloading for those who write their own loop with Lightning's Fabric.
+"""``Fabric(strategy="ssd_offload")``: offload in a training loop of the user's own, with Lightning's Fabric.
 
 Note: Where a pass begins
-    In Fabric the user calls the model and computes the loss himself. So a stand-in for ``forward`` of what
-    ``fabric.setup`` returns (``forward_context.py``) enters ``offloader.saved_tensors()``. What the loss saves outside
-    of it stays in memory, where backward wants it first. ``strategy.saved_tensors()`` covers more.
+    In Fabric the user calls the model and computes the loss. So the ``forward`` of each module that ``fabric.setup``
+    returns is replaced (``forward_context.py``) by one that enters ``offloader.saved_tensors()``. Tensors that the loss
+    saves outside of it stay in memory; backward needs these first. ``strategy.saved_tensors()`` covers more.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ __all__ = ["SSDOffloadFabricStrategy"]
 
 @one_trainer("Fabric")
 class SSDOffloadFabricStrategy(DDPStrategy):
-    """Trains with saved activations on SSD, in a loop of one's own: bit for bit the same results, with less memory.
+    """Trains with saved activations on SSD, in the user's own loop: bit for bit the same results, with less memory.
 
     One device needs neither ``fabric.launch()`` nor a process group; several train with ``DistributedDataParallel``.
-    Files and threads live from the first setup of an optimizer, or the first forward with gradients, to :meth:`close`,
-    or to the end of the process or of the strategy. Without gradients nothing is opened.
+    Files and threads are opened by the first setup of an optimizer, or the first forward with gradients. They live
+    until :meth:`close`, or the end of the process or of the strategy. Without gradients nothing is opened.
 
     Example::
 
@@ -67,17 +67,17 @@ class SSDOffloadFabricStrategy(DDPStrategy):
                 fabric.log_dict(fabric.strategy.offloader.drain_metrics())
 
     Args:
-        policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is.
-        hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the current directory.
+        policy: says what is offloaded; default: ``OffloadPolicy()``.
+        hardware: says where to; default: ``$LIGHTNING_SSD_PATHS``, else the current directory.
         accelerator: set by Fabric; CPU and CUDA are supported, others where Lightning provides them.
         parallel_devices: set by Fabric.
         cluster_environment: how processes find each other; default: detected.
         checkpoint_io: writes and reads checkpoints, which are ordinary ones; default: Lightning's.
         precision: set by Fabric.
-        process_group_backend: "nccl", "gloo"; default: by device. Like what follows, for several processes only.
-        timeout: of the process group; default: the backend's own.
-        start_method: "popen" runs the script once more for each process, "fork" works in notebooks too.
-        find_unused_parameters: of ``DistributedDataParallel``, as are the following.
+        process_group_backend: "nccl", "gloo"; default: by device. This and the following are for several processes.
+        timeout: timeout of the process group; default: the backend's own.
+        start_method: "popen" runs the script again for each process; "fork" also works in notebooks.
+        find_unused_parameters: argument of ``DistributedDataParallel``, as are the following.
         static_graph: the graph is the same in every step.
         gradient_as_bucket_view: gradients live in the all-reduce buckets, which saves one copy of them.
         broadcast_buffers: rank zero's buffers overwrite the others' before each forward; default: PyTorch's.
@@ -85,7 +85,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     """
 
     strategy_name = "ssd_offload"
-    description = "saved activations wait on SSD"
+    description = "saved activations are offloaded to SSD"
     """Description of the name in Fabric's registry."""
     is_sharded = False
 
@@ -140,7 +140,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     @property
     def offloader(self) -> Offloader | None:
-        """``None`` before it is first opened; closed after :meth:`close`."""
+        """The offloader; ``None`` before it is first opened, closed after :meth:`close`."""
         return None if self._session is None else self._session.offloader
 
     @property
@@ -150,8 +150,8 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     def _opened(self) -> Offloader:
         if self._session is None:
-            # They meet in setup only. Later on there is no common point: loops may accumulate over more batches in
-            # one process than in another, and wait for ever for who does not come. So each plans with its own rates.
+            # Processes agree in setup only. Later there is no common point: one process may accumulate over more
+            # batches than another, and would wait for it for ever. So each process plans with its own rates.
             self._session = OffloadSession(self, default_directory=Path.cwd(), meets_others=lambda: self._is_setting_up)
             self._session.close_with_process()
         offloader = self._session.offloader
@@ -162,8 +162,8 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     def close(self) -> None:
         """Join the threads, close the files, give the modules their ``forward`` back. Idempotent.
 
-        Modules go on without offloading. Optimizers whose states are on SSD do not step any more; their
-        ``state_dict`` works. A later ``fabric.setup`` opens anew.
+        Modules still work, without offloading. Optimizers with states on SSD can no longer step, but their
+        ``state_dict`` works. A later ``fabric.setup`` opens new files and threads.
 
         Raises:
             StorageError: a read had failed for good; the thread that waited for it has seen the same error.
@@ -193,11 +193,11 @@ class SSDOffloadFabricStrategy(DDPStrategy):
             super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads and files stay here; a process that is spawned opens its own.
+        # Threads and files are not pickled; a process that is spawned opens its own.
         return {**self.__dict__, "_session": None, "_stand_ins": []}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A copy of what fabric.setup returned (for moving averages) belongs to the same process and devices.
+        # A copied module of fabric.setup (for moving averages) belongs to the same process and devices.
         return self
 
     # -- from Fabric's construction to setup ---------------------------------------------------------------------
@@ -209,17 +209,17 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     @override
     def _set_world_ranks(self) -> None:
-        # With one device this process may still be one of many to its launcher (torchrun, SLURM); not to us.
+        # With one device the launcher (torchrun, SLURM) may have started more processes, each of which trains alone.
         if self.is_distributed:
             super()._set_world_ranks()
 
     @override
     def _configure_launcher(self) -> None:
         name, devices = type(self).__name__, self.parallel_devices or [torch.device("cpu")]
-        if devices[0].type not in device_types():  # to try what it can would start it before a launch
-            allowed = ", ".join(map(repr, device_types()))
+        if devices[0].type not in device_types():  # a trial would start the device before a launch
+            types = ", ".join(map(repr, device_types()))
             raise ConfigError(
-                f"{name} got a device of type {devices[0].type!r}; allowed: {allowed}. "
+                f"{name} got a device of type {devices[0].type!r}, and can only offload from {types}. "
                 "Pass accelerator='cpu' or another strategy to Fabric"
             )
         has_waiting = self.policy.optimizer_states != "keep" or self.policy.parameters != "keep"
@@ -231,7 +231,8 @@ class SSDOffloadFabricStrategy(DDPStrategy):
         if is_interactive() and self._start_method != "fork":
             raise ConfigError(
                 f"{name} got {self.num_processes} devices in an interactive session with "
-                f"start_method={self._start_method!r}; allowed there: devices=1, or {name}(start_method='fork')"
+                f"start_method={self._start_method!r}, which cannot run there. Write devices=1, or "
+                f"{name}(start_method='fork')"
             )
         check_policy(name, self.num_nodes * self.num_processes, self.policy)
         super()._configure_launcher()
@@ -277,7 +278,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
             self.offloader.send_out_weights()
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
-        # On the current stream, as the strategy for the Trainer does; Lightning takes one of its own.
+        # On the current stream, as in the strategy for the Trainer. Lightning uses a stream of its own.
         return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
     @override
@@ -292,10 +293,10 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     @contextmanager
     def saved_tensors(self, *, signature: Hashable = None) -> Iterator[None]:
-        """Around more than a forward: also what is saved outside of the modules' own ``forward`` is offloaded.
+        """Return a context for more than one module's ``forward``, in which all saved tensors are offloaded.
 
-        Such as a large loss, or a method that does not go through ``forward``. Inside, forwards begin no pass of
-        their own. Does nothing where saved-tensor hooks are installed already, or cannot be; or after :meth:`close`.
+        For example for a large loss, or a method that does not call ``forward``. Modules called inside begin no pass of
+        their own. It does nothing if saved-tensor hooks are already installed, or cannot be, or after :meth:`close`.
 
         Args:
             signature: names the kind of step, see :meth:`Offloader.saved_tensors`.
@@ -313,13 +314,13 @@ class SSDOffloadFabricStrategy(DDPStrategy):
             yield
 
     def _around_forward(self, module: nn.Module, arguments: Any) -> AbstractContextManager[None] | None:
-        self._has_seen_forward = True  # without gradients too: a checkpoint around the model begins so
+        self._has_seen_forward = True  # also without gradients, as a checkpoint first runs the model
         if not torch.is_grad_enabled() or self._is_closed or not _may_install():
             return None
-        # Two models may get batches of the same shape.
+        # With the module's id, because two models may get batches of the same shape.
         return self.saved_tensors(signature=(id(module), signature_of(arguments, module)))
 
-    # Fabric refuses loss.backward() where a strategy has a backward of its own. Ours can do without, see below.
+    # Fabric refuses loss.backward() if a strategy overrides backward. Here optimizer_step() ends such a backward.
     @override
     @stands_for_base_backward
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -351,11 +352,11 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
 
 def _may_install() -> bool:
-    """Whether a pass may begin here.
+    """Return whether a pass may begin here.
 
-    Hooks that the program has installed around the forward (a checkpoint, ``save_on_cpu``, a pass of ours) are to see
-    what is saved. Transforms of ``torch.func`` and ``disable_saved_tensors_hooks`` refuse hooks. A forward that a
-    backward calls is repeated by code that knows what to keep.
+    Hooks that the program has installed around the forward (a checkpoint, ``save_on_cpu``, another pass) have to get
+    the saved tensors. Transforms of ``torch.func`` and ``disable_saved_tensors_hooks`` refuse hooks. A forward inside a
+    backward is a recomputation, whose saved tensors are needed at once.
     """
     autograd: Any = torch._C._autograd  # two of the following are in no stub
     return (

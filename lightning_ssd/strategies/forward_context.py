@@ -1,4 +1,4 @@
-"""A context around the ``forward`` of one module, for those who do not call it themselves."""
+"""Enter a context around each ``forward`` of one module that the user's code calls."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from lightning_ssd.common.method_patch import MethodPatch
 __all__ = ["Around", "ForwardContextPatch"]
 
 Around = Callable[[nn.Module, Any], AbstractContextManager[None] | None]
-"""Given a module and the arguments of a call: what to enter around it; ``None``: the call is left alone."""
+"""Returns the context for a call, given the module and the arguments; ``None``: no context."""
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _uncompiled(function: _F) -> _F:
-    """The compiler does not look at the function, nor at what it calls."""
+    """Keep the compiler out of a function and of all that it calls."""
     return cast(_F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def _stepped_over(function: _F) -> _F:
-    """The compiler does not look at the function, but at what it calls."""
+    """Keep the compiler out of a function, but not out of the functions that it calls."""
     return cast(_F, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
 
 
 class ForwardContextPatch(MethodPatch):
-    """Enters something around each call of a module's ``forward``, until it is removed or no longer wanted.
+    """Enters a context around each call of a module's ``forward``, until it is removed or its owner is dropped.
 
-    Stays outside of compiled code: of a module that was compiled in place (``module.compile()``), which is called in
-    another way, and of one whose ``forward`` is compiled below us (``torch.compile(module)``).
+    The context is outside of compiled code: of a module that was compiled in place (``module.compile()``), which has
+    another entry, and of one whose ``forward`` is compiled (``torch.compile(module)``).
 
     Args:
-        module: held weakly, since it holds us.
-        around: a bound method. Its object is held weakly; when it is gone, the module has its own forward again.
+        module: the module, held weakly, because it holds this object.
+        around: a bound method. Its object is held weakly; when it is dropped, the module gets its own forward back.
     """
 
     __slots__ = ("_function", "_owner")
 
     def __init__(self, module: nn.Module, around: Around) -> None:
-        # Not a WeakMethod, which runs Python code when the object dies: a KeyboardInterrupt in there would be lost.
+        # Not a WeakMethod, which runs Python code when the object dies: a KeyboardInterrupt in it would be lost.
         method = cast(types.MethodType, around)
         self._owner, self._function = weakref.ref(method.__self__), method.__func__
         super().__init__(module, "forward" if module._compiled_call_impl is None else "_compiled_call_impl")
@@ -68,7 +68,7 @@ class ForwardContextPatch(MethodPatch):
 
 
 class _Uncompiled:
-    """A context whose own code is not looked at by the compiler, whatever it does with what runs inside."""
+    """A context that keeps the compiler out of its own code, but not out of the code that runs inside."""
 
     def __init__(self, context: AbstractContextManager[None]) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""``Trainer(strategy="ssd_offload_fsdp")``: sharded models (FSDP2, tensor parallelism) with what waits on SSD."""
+"""``Trainer(strategy="ssd_offload_fsdp")``: train sharded models (FSDP2, tensor parallelism) with offloaded tensors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
 class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
-    """Lightning's ``ModelParallelStrategy`` with what the policy says on SSD, bit for bit the same.
+    """Lightning's ``ModelParallelStrategy`` with tensors offloaded to SSD: bit for bit the same results.
 
     The module's ``configure_model`` shards it over ``self.device_mesh`` (dimensions ``"data_parallel"`` and
-    ``"tensor_parallel"``), with ``fully_shard``, ``parallelize_module`` or both. Each process moves what it has itself:
+    ``"tensor_parallel"``), with ``fully_shard``, ``parallelize_module`` or both. Each process offloads its own tensors:
     the activations of its batch, and its shards of the optimizer's states; on a CPU also its shards of weights and
-    gradients. Parameters that FSDP2 has gathered for a while are recognised and left to it.
+    gradients. Parameters that FSDP2 has gathered are recognised, and not offloaded.
 
     Example::
 
@@ -48,13 +48,14 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         trainer = L.Trainer(strategy="ssd_offload_fsdp", devices=8)
 
     Args:
-        policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is. Its ``master_weights``
-            are refused: ``fully_shard`` keeps float32 shards by itself, with a ``MixedPrecisionPolicy``.
-        hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
-        log_metrics: log as with an :class:`~lightning_ssd.monitor.OffloadMonitor` where there is none.
-        data_parallel_size: processes that the batch is spread over; "auto": all that tensor parallelism leaves.
-        tensor_parallel_size: processes that share each layer; "auto": all that data parallelism leaves. Both "auto":
-            as Lightning has it, nodes times the devices of a node.
+        policy: says what is offloaded; default: ``OffloadPolicy()``. ``master_weights=True`` is refused, because
+            ``fully_shard`` with a ``MixedPrecisionPolicy`` keeps float32 shards by itself.
+        hardware: says where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
+        log_metrics: log as an :class:`~lightning_ssd.monitor.OffloadMonitor` does if there is none.
+        data_parallel_size: number of processes that the batch is spread over; "auto": all processes, divided by
+            ``tensor_parallel_size``.
+        tensor_parallel_size: number of processes that share each layer; "auto": all processes, divided by
+            ``data_parallel_size``. Both "auto": as in Lightning, the number of nodes and the devices of a node.
         save_distributed_checkpoint: each process writes its shards into a directory. ``False``: rank zero collects the
             full weights, which have to fit into its memory, and the full states, which go to its drives one by one, and
             writes one file.
@@ -64,15 +65,15 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         checkpoint_io: writes full checkpoints; default: Lightning's.
         precision_plugin: set by the Trainer from ``precision``.
         process_group_backend: "nccl", "gloo"; default: by device.
-        timeout: of the process group; default: Lightning's own.
+        timeout: timeout of the process group; default: Lightning's own.
 
     Raises:
-        ConfigError: a size is not "auto" or a whole number above 0, or the policy asks for ``master_weights``; with the
-            Trainer: the sizes do not multiply to the number of processes.
+        ConfigError: a size is not "auto" or a whole number above 0, or the policy has ``master_weights=True``. The
+            Trainer raises it if the sizes do not multiply to the number of processes.
     """
 
     strategy_name = "ssd_offload_fsdp"
-    description = "saved activations of a sharded model wait on SSD"
+    description = "saved activations of a sharded model are offloaded to SSD"
     is_sharded = True
 
     def __init__(
@@ -114,8 +115,9 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         self._wanted_sizes = data_parallel_size, tensor_parallel_size
         if self.policy.master_weights:
             raise ConfigError(
-                f"{type(self).__name__} got OffloadPolicy.master_weights=True; allowed: False. Parameters in float32 "
-                "with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) are such weights"
+                f"{type(self).__name__} got OffloadPolicy.master_weights=True. Write master_weights=False and keep "
+                "float32 parameters, with fully_shard(..., "
+                "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)): FSDP2 casts them for each use"
             )
 
     @override
@@ -126,28 +128,28 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         # Lightning checks this itself where it was given an object, not a name.
         if self.precision_plugin.precision not in _PRECISIONS:
             raise ConfigError(
-                f"{type(self).__name__} got precision={self.precision_plugin.precision!r}; allowed: "
-                f"{', '.join(map(repr, _PRECISIONS))}. Pass one of these to the Trainer"
+                f"{type(self).__name__} got precision={self.precision_plugin.precision!r}, which Lightning does not "
+                f"offer with FSDP2. Pass one of {', '.join(map(repr, _PRECISIONS))} to the Trainer"
             )
         device = self.root_device
         if device.type != "cpu" and self.policy.parameters != "keep":
             raise ConfigError(
-                f"{type(self).__name__} got OffloadPolicy.parameters={self.policy.parameters!r} on {str(device)!r}; "
-                "allowed there: 'keep', since so far shards can wait on drives for models on a CPU only. Frozen "
-                "weights of one device: SSDOffloadStrategy"
+                f"{type(self).__name__} got OffloadPolicy.parameters={self.policy.parameters!r} on {str(device)!r}, "
+                "and shards of weights can only be offloaded from a CPU so far. Write parameters='keep'; or offload "
+                "the weights of one device with SSDOffloadStrategy"
             )
         super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
-        import torch.distributed.fsdp  # noqa: F401  # so that shards are seen as they are cut, also when it is imported later
+        import torch.distributed.fsdp  # noqa: F401  # so that its shards are seen, also if the program imports it later
 
         super().setup_environment()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        # Where there are no states yet, the base class writes what a step with gradients of zero makes.
+        # If there are no states yet, the base class takes a step with gradients of zero, and writes its states.
         if self._save_distributed_checkpoint or not isinstance(inner, OffloadedOptimizer) or not inner.state:
             return super().optimizer_state(optimizer)
         full = inner.full_state_dict(receive=self.global_rank == 0)
@@ -157,7 +159,7 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        # PyTorch writes what each process has, and does not tell how far it is: drawn at once, or never.
+        # PyTorch writes the shards without progress reports, so that the line is drawn at once.
         doing = "Saving a checkpoint" if self.policy.optimizer_states == "offload" else None
         with StatusLine(doing, delay_s=0):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -166,7 +168,7 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if not any(isinstance(optimizer, OffloadedOptimizer) for optimizer in self.optimizers):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        # Not before: it takes long to import, and few runs begin with a checkpoint.
+        # Imported here, because that takes long, and few runs begin with a checkpoint.
         from lightning_ssd.optimizer.checkpoint.sharded import saved_in_directory, saved_in_full
 
         path = Path(self.broadcast(checkpoint_path))
@@ -189,7 +191,7 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
 
 
 def _numbered_by_module(state_dict: dict[str, Any], optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:
-    """Parameters by their numbers in the module, as Lightning has them in full checkpoints, not in the optimizer."""
+    """Renumber the parameters of a state dictionary by the module's order, as in Lightning's full checkpoints."""
     number_of = {id(parameter): number for number, parameter in enumerate(module.parameters())}
     numbers = [number_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     groups = [{**group, "params": [numbers[own] for own in group["params"]]} for group in state_dict["param_groups"]]
@@ -199,14 +201,14 @@ def _numbered_by_module(state_dict: dict[str, Any], optimizer: Optimizer, module
 
 def _check_size(name: str, size: object) -> None:
     if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ConfigError(f'{name}={size!r}; allowed: "auto", or a whole number above 0')
+        raise ConfigError(f'{name}={size!r} is no size. Write "auto", or a whole number above 0')
 
 
 def _sizes(owner: str, data: Size, tensor: Size, num_nodes: int, num_devices: int) -> tuple[int, int]:
-    """The sizes of the mesh.
+    """Return the sizes of the device mesh.
 
     Raises:
-        ConfigError: there is no mesh of these sizes with so many processes.
+        ConfigError: no mesh of these sizes has so many processes.
     """
     world_size = num_nodes * num_devices
     if data == "auto" and tensor == "auto":
@@ -216,7 +218,7 @@ def _sizes(owner: str, data: Size, tensor: Size, num_nodes: int, num_devices: in
     if data_size == "auto" or tensor_size == "auto" or data_size * tensor_size != world_size:
         raise ConfigError(
             f"{owner} got data_parallel_size={data!r} and tensor_parallel_size={tensor!r} with {num_nodes} x "
-            f"{num_devices} processes (nodes x devices); allowed: sizes whose product is {world_size}. Leave one of "
-            'them "auto", or give the Trainer other devices'
+            f"{num_devices} processes (nodes x devices), and the product of the sizes has to be {world_size}. Write "
+            '"auto" for one of them, or give the Trainer other devices'
         )
     return data_size, tensor_size

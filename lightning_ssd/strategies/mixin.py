@@ -1,4 +1,4 @@
-"""The part of every strategy of ours that deals with an :class:`~lightning_ssd.offloader.Offloader`."""
+"""Connect an :class:`~lightning_ssd.offloader.Offloader` to a strategy for the Trainer."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ __all__ = ["OffloadMixin"]
 
 @one_trainer("Trainer")
 class OffloadMixin(WithModule):
-    """Stands before one of Lightning's strategies among the bases of a class: files and threads live from ``setup`` to
-    ``teardown`` of ``fit``; forwards run inside ``saved_tensors``, backwards end with ``end_backward``.
+    """Adds offloading to a strategy of Lightning that follows it among the bases of a class.
+
+    Files and threads live from ``setup`` to ``teardown`` of ``fit``. Forwards run inside ``saved_tensors``, and
+    backwards end with ``end_backward``.
     """
 
     strategy_name: str
     description: str
     """Description of the name in Lightning's registry."""
     is_sharded = False
-    """Whether processes have shards of the model, or each has all of it."""
+    """Whether processes have shards of the model, not the whole model."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class OffloadMixin(WithModule):
 
     @property
     def offloader(self) -> Offloader | None:
-        """``None`` before the first ``fit``, open while it runs, closed afterwards."""
+        """The offloader: ``None`` before the first ``fit``, open while it runs, closed afterwards."""
         return None if self._session is None else self._session.offloader
 
     @property
@@ -77,7 +79,7 @@ class OffloadMixin(WithModule):
         # Opened first, so that a directory that cannot serve is refused before the model is moved and optimizers are
         # built. Registered last: moving to the device and converting the precision make new parameter storages.
         offloader.open()
-        with offloader.streamed_init() if self.is_sharded else nullcontext():  # what gets memory here, from meta
+        with offloader.streamed_init() if self.is_sharded else nullcontext():  # parameters on meta get memory here
             super().setup(trainer)
         offloader.register_module(self.module)
         if not is_fitting:
@@ -90,24 +92,24 @@ class OffloadMixin(WithModule):
         session.is_set_up = True
 
     def _begun_session(self, trainer: pl.Trainer) -> FitSession:
-        """The one that building the model has begun, else a new one."""
+        """Return the session that building the model has begun, else a new one."""
         if self._session is None or not self._session.offloader.is_open:
             self._session = FitSession(
                 self,
                 trainer,
-                # With manual optimization one process may have backwards of its own, whose end would wait for who does
-                # not come: then each plans by itself.
+                # With manual optimization one process may run more backwards than another, and would wait for it for
+                # ever. So each process plans by itself then.
                 meets_others=lambda: self.module.automatic_optimization,
             )
         return self._session
 
-    # Not model_sharded_context, for which Trainer.init_module() warns that it cannot do all.
+    # Not model_sharded_context: Trainer.init_module() warns if a strategy overrides it.
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         module = self.lightning_module
         with super().tensor_init_context(empty_init):
-            if self.policy.parameters == "keep" or module is None:  # the latter: Trainer.init_module()
+            if self.policy.parameters == "keep" or module is None:  # there is no module in Trainer.init_module()
                 yield
                 return
             with self._begun_session(module.trainer).offloader.open().streamed_init():
@@ -157,7 +159,7 @@ class OffloadMixin(WithModule):
                 super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Threads and files stay here; a process that is spawned opens its own in setup.
+        # Threads and files are not pickled; a process that is spawned opens its own in setup.
         return {**super().__getstate__(), "_session": None}
 
     def _warn_of_whole_compile(self) -> None:
@@ -178,30 +180,30 @@ class OffloadMixin(WithModule):
         if session is None or not session.is_set_up:
             if self.lightning_module is None:
                 raise RuntimeError(f"{type(self).__name__}.training_step before setup; call Trainer.fit")
-            return super().training_step(*args, **kwargs)  # a loop called again after fit: nothing is offloaded
+            return super().training_step(*args, **kwargs)  # after fit nothing is offloaded
         num_borders = session.num_borders
         saving = session.offloader.saved_tensors(signature=signature_of((args, kwargs), self.module))
         with session.translated(), saving, self._inside_saving(saving):
             output = super().training_step(*args, **kwargs)
         if not self.module.automatic_optimization and session.num_borders == num_borders:
-            # Manual optimization may call loss.backward() itself, past us.
+            # Manual optimization may call loss.backward() itself, without post_backward().
             session.end_backward()
         return output
 
     def _inside_saving(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """More hooks, above the offloader's."""
+        """Return a context for more hooks, above the offloader's."""
         return nullcontext()
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        # The last thing in Lightning's backward, which stays its own: a wrapper of that one expects to be called once.
+        # The last call in Lightning's backward. That itself is not overridden, since a wrapper of it expects one call.
         super().post_backward(closure_loss)
         if self._session is not None and self._session.is_set_up:
             self._session.end_backward()
 
 
 def _compiled_whole(module: pl.LightningModule) -> str | None:
-    """The name of a compiled part that holds more than half of the parameters: then there is no block order left."""
+    """Return the name of a compiled part with more than half of the parameters, in which blocks have no order left."""
     if is_compiled_by_lightning(module):
         return type(module).__name__
     for name, child in module.named_modules():

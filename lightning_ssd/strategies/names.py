@@ -1,4 +1,4 @@
-"""The meaning of ``strategy="..."``: our policies by name, for Trainers and Fabrics of both packages of Lightning."""
+"""Register policies under names for ``strategy="..."``, for Trainers and Fabrics of both packages of Lightning."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _STRATEGIES = {
 
 
 def register() -> None:
-    """Register the names of ours. Importing ``lightning_ssd`` does it; again (after a reload) without an error."""
+    """Register the names of this package. An import of ``lightning_ssd`` calls it; further calls are no error."""
     for name, policy in _STRATEGIES.items():
         register_strategy(name, policy=POLICIES[policy])
     _register_for_trainers(SSDOffloadFSDPStrategy.strategy_name, SSDOffloadFSDPStrategy, {})
@@ -51,9 +51,9 @@ def register_strategy(
 ) -> None:
     """Let ``Trainer(strategy=name)`` and ``Fabric(strategy=name)`` train with a policy, in both packages of Lightning.
 
-    For programs that take a strategy by its name alone, or make several Trainers of the same arguments: each Trainer
-    gets a new :class:`SSDOffloadStrategy`, each Fabric a new :class:`SSDOffloadFabricStrategy`. It holds for this
-    process; scripts that Lightning starts once more for each device run the line again.
+    For programs that take a strategy only by its name, or make several Trainers with the same arguments: each Trainer
+    gets a new :class:`SSDOffloadStrategy`, each Fabric a new :class:`SSDOffloadFabricStrategy`. The name is known in
+    this process. Scripts that Lightning starts again for each device run the line again.
 
     Example::
 
@@ -61,12 +61,12 @@ def register_strategy(
         trainer = L.Trainer(strategy="my_ssd")
 
     Args:
-        name: letters of either case mean the same, as everywhere in Lightning.
-        policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is.
-        hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
+        name: the name; case does not matter, as everywhere in Lightning.
+        policy: says what is offloaded; default: ``OffloadPolicy()``.
+        hardware: says where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
 
     Raises:
-        ConfigError: it is no name, or the name of a strategy that is not ours.
+        ConfigError: ``name`` is no text, or is the name of a strategy of another package.
     """
     expect("name", name, str, '"my_ssd"')
     checked_policy, checked_hardware = check_options(policy, hardware)
@@ -85,7 +85,7 @@ def _register_for_trainers(name: str, strategy: type[Any], settings: dict[str, A
 
 
 def _serve_other(registry: str, name: str, strategy: type[Any], settings: dict[str, Any], other: ModuleType) -> None:
-    """The other package takes a strategy of ours, which then gets the class for it (``become_counterpart``)."""
+    """Let the other package of Lightning take a strategy, which ``become_counterpart`` then gives the class for it."""
     other.Strategy.register(strategy)
     _register_name(getattr(other, registry), name, strategy, settings)
 
@@ -94,7 +94,7 @@ def _register_name(registry: Any, name: str, strategy: type[Any], settings: dict
     known = registry[name]["strategy"] if name in registry else strategy
     if (known.__module__, known.__qualname__) != (strategy.__module__, strategy.__qualname__):
         raise ConfigError(
-            f"strategy name {name!r} belongs to {known.__module__}.{known.__qualname__} already; allowed: a name that "
-            'no other strategy has, such as register_strategy("my_ssd", policy=...)'
+            f"strategy name {name!r} belongs to {known.__module__}.{known.__qualname__} already. Write a name that no "
+            'other strategy has, such as register_strategy("my_ssd", policy=...)'
         )
     registry.register(name, strategy, description=strategy.description, override=True, **settings)

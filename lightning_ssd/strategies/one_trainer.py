@@ -1,4 +1,4 @@
-"""Gives a strategy object to one Trainer or Fabric, of either package, and refuses it to a second one."""
+"""Give a strategy object to one Trainer or Fabric, of either package, and refuse it to a second one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _T = TypeVar("_T")
 
 
 def one_trainer(takes_it: str) -> Callable[[type[_T]], type[_T]]:
-    """Let the first Trainer that takes a strategy keep it, whichever package the Trainer is of.
+    """Decorate a class of strategies so that an object serves only one Trainer, of either package.
 
     Lightning's connectors (``_check_config_and_set_final_flags``) read ``_accelerator`` before they take a strategy,
-    and set ``accelerator`` when they have taken it. What else Lightning does goes through ``accelerator``. A decorator,
-    since one more base would give objects another layout than Lightning's classes have (``become_one_device``).
+    and set ``accelerator`` after that. All other code of Lightning uses ``accelerator``. It is a decorator, because a
+    further base class would give objects another layout than Lightning's classes have (``become_one_device``).
 
     Args:
-        takes_it: what takes a strategy of this class, "Trainer" or "Fabric".
+        takes_it: the class that takes such a strategy, "Trainer" or "Fabric".
     """
 
     def given(self: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks of what cannot wait on drives where ``DistributedDataParallel`` trains all of the model in each process."""
+"""Refuse policies that ``DistributedDataParallel`` prevents, because it holds trained weights and their gradients."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ __all__ = ["check_model", "check_policy"]
 
 
 def check_policy(owner: str, num_processes: int, policy: OffloadPolicy) -> None:
-    """Before processes are started: refuse what no model could have.
+    """Before processes are started, refuse a policy that works with no model.
 
     Raises:
-        ConfigError: with the name of the owner.
+        ConfigError: the policy offloads gradients; the error names the owner.
     """
     if policy.gradients != "keep":
         raise ConfigError(
             f"{owner} with {num_processes} processes got OffloadPolicy.gradients={policy.gradients!r}: "
-            "DistributedDataParallel keeps all gradients in its buckets; allowed: gradients='keep' with weights that "
-            "are not trained (LoRA), or SSDOffloadFSDPStrategy, whose shards wait with their gradients"
+            "DistributedDataParallel keeps all gradients in its buckets. Write gradients='keep', or train shards with "
+            "SSDOffloadFSDPStrategy, which offloads their gradients, too"
         )
 
 
 def check_model(owner: str, num_processes: int, policy: OffloadPolicy, module: nn.Module) -> None:
-    """Before the model is moved anywhere: refuse one of which nothing could wait, where it is to be trained.
+    """Before a model is moved to its device for training, refuse it if none of its weights could be offloaded.
 
     Raises:
-        ConfigError: with the name of the owner.
+        ConfigError: the model has no frozen weight that is large enough; the error names the owner.
     """
     if policy.parameters == "keep" or policy.optimizer_states == "keep":
-        return  # the latter: trained weights were not asked for
+        return  # with optimizer_states="keep" the policy offloads no trained weights anyway
     if any(p.nbytes >= policy.min_tensor_nbytes and not p.requires_grad for p in module.parameters()):
         return
     raise ConfigError(
         f"{owner} with {num_processes} processes got OffloadPolicy.parameters={policy.parameters!r} and no frozen "
-        "weight of at least min_tensor_bytes: DistributedDataParallel holds what is trained, and its gradients in "
-        "buckets; allowed: weights with requires_grad=False (LoRA), parameters='keep', or SSDOffloadFSDPStrategy, "
-        "whose shards wait"
+        "weight of at least min_tensor_bytes: DistributedDataParallel holds trained weights, and their gradients in "
+        "buckets. Freeze weights with requires_grad=False (LoRA), write parameters='keep', or train shards with "
+        "SSDOffloadFSDPStrategy"
     )

@@ -1,4 +1,4 @@
-"""The session of a strategy while it trains: an offloader, in agreement with those of other processes."""
+"""Own the offloader of a strategy while it trains, and make equal plans in all processes."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = [
 def check_options(
     policy: OffloadPolicy | None, hardware: HardwareProfile | None
 ) -> tuple[OffloadPolicy, HardwareProfile]:
-    """Check what the user wants, with the defaults for what he does not say. Opens nothing."""
+    """Check the user's policy and hardware, and return them with defaults for missing ones. Opens nothing."""
     checked = Offloader(policy=policy, hardware=hardware)
     return checked.policy, checked.hardware
 
 
 @contextmanager
 def offloaded_optimizers_hidden(strategy: Any) -> Iterator[None]:
-    """Around the ``teardown`` of a strategy of Lightning, which brings the states of its optimizers to the CPU.
+    """Return a context for the ``teardown`` of a strategy of Lightning, which moves optimizer states to the CPU.
 
-    Those on SSD are there, or lost with a step that failed.
+    States on SSD need no move, or are lost after a failed step.
     """
     optimizers = strategy.optimizers
     strategy.optimizers = [one for one in optimizers if not isinstance(one, OffloadedOptimizer)]
@@ -53,7 +53,7 @@ def offloaded_optimizers_hidden(strategy: Any) -> Iterator[None]:
 def offloaded(optimizer: Any, offloader: Offloader) -> Any:
     """Return an optimizer with its states on SSD.
 
-    A module may return a wrapper of Lightning, of either package. It stays: its ``step`` comes back to the strategy.
+    A module may return a wrapper of Lightning, of either package. It is kept, because its ``step`` calls the strategy.
     """
     is_wrapper = any(base.__name__ == "LightningOptimizer" for base in type(optimizer).__mro__)
     inner = optimizer.optimizer if is_wrapper else optimizer
@@ -62,7 +62,7 @@ def offloaded(optimizer: Any, offloader: Offloader) -> Any:
 
 
 class Owner(Protocol):
-    """The facts that a session asks of its strategy."""
+    """The properties of a strategy that a session reads."""
 
     @property
     def policy(self) -> OffloadPolicy: ...
@@ -83,19 +83,19 @@ class Owner(Protocol):
 
 
 class OffloadSession:
-    """One strategy's offloader, not yet open, in agreement with those of the other processes.
+    """Owns a strategy's offloader, not yet open, whose plans equal those of the other processes.
 
     Args:
-        owner: looked at now, and not kept.
+        owner: the strategy; it is read now, and not kept.
         default_directory: used when neither ``hardware.paths`` nor ``$LIGHTNING_SSD_PATHS`` names a directory.
-        meets_others: whether all processes come by alike just now; else each plans by itself.
+        meets_others: returns whether all processes call the offloader alike now; else each process plans by itself.
     """
 
     def __init__(
         self, owner: Owner, *, default_directory: str | os.PathLike[str] | None, meets_others: Callable[[], bool]
     ) -> None:
         self._device = owner.root_device
-        # Not kept for one process: it leads back to the strategy, which is to die as soon as it is let go.
+        # Not kept for one process: it refers to the strategy, which would then die only by the garbage collector.
         self._meets_others = meets_others if owner.is_distributed else None
         self.offloader = Offloader(
             policy=owner.policy,
@@ -108,10 +108,10 @@ class OffloadSession:
             num_local_processes=owner.num_processes or None,
             local_rank=owner.local_rank,
         )
-        self.offloader.expect_no_optimizer()  # strategies give all that there are
+        self.offloader.expect_no_optimizer()  # strategies offload all optimizers
 
     def close_with_process(self) -> None:
-        """Close at the end of processes that multiprocessing started ("fork", "spawn"): they end without atexit."""
+        """Close at the end of processes that multiprocessing started ("fork", "spawn"), which run no atexit."""
         Finalize(None, _end_of_process, (weakref.ref(self.offloader),), exitpriority=0)
 
     @property
@@ -120,7 +120,7 @@ class OffloadSession:
         return self._meets_others is not None and self._meets_others()
 
     def _smallest(self, values: Sequence[float]) -> list[float]:
-        """Return for each number the smallest that any process has, so that all plan alike."""
+        """Return the smallest of each number over all processes, so that they make equal plans."""
         if not self.meets_others or not torch.distributed.is_initialized():
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -129,21 +129,21 @@ class OffloadSession:
 
 
 class FitSession(OffloadSession):
-    """From ``setup`` for ``fit`` to the next one: what a Trainer's strategy knows besides.
+    """The session of a Trainer's strategy, from one ``setup`` for ``fit`` to the next.
 
     Args:
-        owner: looked at now, and not kept.
-        trainer: about to fit.
-        meets_others: once :attr:`is_set_up`; before, all processes come by alike.
+        owner: the strategy; it is read now, and not kept.
+        trainer: the Trainer before ``fit``.
+        meets_others: as in :class:`OffloadSession`, once :attr:`is_set_up`. Before, all processes act alike.
     """
 
     def __init__(self, owner: Owner, trainer: pl.Trainer, *, meets_others: Callable[[], bool]) -> None:
         directory = trainer.default_root_dir
         super().__init__(owner, default_directory=None if "://" in directory else directory, meets_others=meets_others)
         self.is_set_up = False
-        """From the end of ``setup`` to ``teardown``."""
+        """Whether it is between the end of ``setup`` and ``teardown``."""
         self.num_borders = 0
-        """Backwards that have ended."""
+        """Number of backwards that have ended."""
         self._size_trial = BatchSizeFinderAdapter(trainer)
 
     @property
@@ -152,15 +152,15 @@ class FitSession(OffloadSession):
         return self._meets_others is not None and (not self.is_set_up or self._meets_others())
 
     def translated(self) -> AbstractContextManager[None]:
-        """For the batch-size finder, around what may raise :class:`~lightning_ssd.errors.BudgetError`."""
+        """Return a context that translates a :class:`~lightning_ssd.errors.BudgetError` for the batch-size finder."""
         return self._size_trial.translated()
 
     def end_backward(self) -> None:
-        """Mark the border of a step."""
+        """End a backward of the offloader."""
         with self.translated():
             self.offloader.end_backward()
             if self._size_trial.is_on:
-                self.offloader.wait_for_plan()  # a trial is to end with a verdict, not before it
+                self.offloader.wait_for_plan()  # so that the trial ends with a verdict
         self.num_borders += 1
 
 

@@ -1,10 +1,10 @@
-"""One device as it is, several processes with DistributedDataParallel. Knows nothing of offloading.
+"""Train one device without a wrapper, and several processes with DistributedDataParallel. Contains no offloading.
 
 Note: Why not Lightning's DDPStrategy
-    Lightning asks ``isinstance(strategy, DDPStrategy)`` to know whether a run is distributed. A subclass always is:
-    with one device too it gets its samplers replaced (so another order of the data, and other losses than without
-    us), is refused by the batch-size finder, and needs a process group. Therefore this is a ``ParallelStrategy`` that
-    answers ``is_distributed`` by its number of processes, and wraps the module only where there are several.
+    Lightning tests ``isinstance(strategy, DDPStrategy)`` to know whether a run is distributed. A subclass always is,
+    also with one device. Its samplers are replaced (which gives another order of the data, and other losses), the
+    batch-size finder refuses it, and it needs a process group. Therefore this is a ``ParallelStrategy`` that answers
+    ``is_distributed`` by its number of processes, and wraps the module only if there are several.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ class GroupOptions(NamedTuple):
     """How several processes start and find each other."""
 
     backend: str | None
-    """``None``: by device."""
+    """Backend of the process group; ``None``: by device."""
     timeout: timedelta | None
-    """``None``: the backend's own."""
+    """Timeout of the process group; ``None``: the backend's own."""
     start_method: StartMethod
 
 
 class HookOptions(NamedTuple):
-    """Hooks for gradients on their way between processes."""
+    """Hooks for the communication of gradients between processes."""
 
     state: object | None
     hook: Callable[..., Any] | None
     wrapper: Callable[..., Any] | None
     averaging_period: int | None
-    """Steps between averages of the parameters; with post-local SGD only."""
+    """Number of steps between averages of the parameters; with post-local SGD only."""
 
 
 class WithModule(ParallelStrategy):
-    """The facts that strategies tell of their module and processes."""
+    """Properties of strategies that describe their module and processes."""
 
     num_nodes: int
 
@@ -72,12 +72,12 @@ class WithModule(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
+        """Number of processes on this node."""
         return len(self.parallel_devices or ())
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one process. Lightning asks too."""
+        """Whether there is more than one process. Lightning reads it, too."""
         return self.num_nodes * self.num_processes > 1
 
 
@@ -90,8 +90,8 @@ class SingleOrDDPStrategy(WithModule):
         cluster_environment: how processes find each other.
         checkpoint_io: writes and reads checkpoints.
         precision_plugin: set by the Trainer.
-        group: for several processes only, as is what follows.
-        hook: registered with ``DistributedDataParallel``, on CPU too.
+        group: options of the process group. This and the following are for several processes.
+        hook: hook for ``DistributedDataParallel``, also on a CPU.
         ddp_arguments: more arguments for ``DistributedDataParallel``.
     """
 
@@ -121,15 +121,20 @@ class SingleOrDDPStrategy(WithModule):
         self._fitting = False
 
     def _averaging_arguments(self, state: object | None, period: int | None) -> dict[str, Any] | None:
-        """Post-local SGD needs both its state and a period; one alone would be ignored."""
+        """Return the arguments of the averager for post-local SGD; ``None``: no averages.
+
+        Raises:
+            ConfigError: only one of state and period is given, and would be ignored.
+        """
         if state is None and period is None:
             return None
         from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
         if isinstance(state, PostLocalSGDState) != (period is not None):
             raise ConfigError(
-                f"{type(self).__name__}.model_averaging_period={period!r} with ddp_comm_state={state!r}; "
-                "allowed: a number of steps with a PostLocalSGDState, None with anything else"
+                f"{type(self).__name__}.model_averaging_period={period!r} with ddp_comm_state={state!r} would be "
+                "ignored: post-local SGD needs both. Write a number of steps and a PostLocalSGDState, or "
+                "model_averaging_period=None with another state"
             )
         if not isinstance(state, PostLocalSGDState):
             return None
@@ -144,7 +149,7 @@ class SingleOrDDPStrategy(WithModule):
             raise RuntimeError(f"{type(self).__name__} has no device yet; it gets one from the Trainer")
         return self.parallel_devices[self.local_rank]
 
-    # With one device this process may still be one of many to its launcher (torchrun, SLURM); not to us.
+    # With one device the launcher (torchrun, SLURM) may have started more processes, each of which trains alone.
 
     @property
     @override
@@ -172,7 +177,7 @@ class SingleOrDDPStrategy(WithModule):
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment who we are. Called by the Trainer, and again in each process."""
+        """Set the ranks of this process in the cluster environment. Called by the Trainer, and in each process."""
         if self.is_distributed and self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -183,10 +188,10 @@ class SingleOrDDPStrategy(WithModule):
     @override
     def _configure_launcher(self) -> None:
         name = type(self).__name__
-        if self.root_device.type not in device_types():  # to try what it can would start it before a launch
-            allowed = ", ".join(map(repr, device_types()))
+        if self.root_device.type not in device_types():  # a trial would start the device before a launch
+            types = ", ".join(map(repr, device_types()))
             raise ConfigError(
-                f"{name} got a device of type {self.root_device.type!r}; allowed: {allowed}. "
+                f"{name} got a device of type {self.root_device.type!r}, and can only offload from {types}. "
                 "Pass accelerator='cpu' or another strategy to the Trainer"
             )
         if not self.is_distributed or self.cluster_environment is None:
@@ -194,7 +199,8 @@ class SingleOrDDPStrategy(WithModule):
         if compat.is_interactive() and self._start_method != "fork":
             raise ConfigError(
                 f"{name} got {self.num_processes} devices in an interactive session with "
-                f"start_method={self._start_method!r}; allowed there: devices=1, or {name}(start_method='fork')"
+                f"start_method={self._start_method!r}, which cannot run there. Write devices=1, or "
+                f"{name}(start_method='fork')"
             )
         self._launcher = compat.make_launcher(
             self, self.cluster_environment, self._start_method, self.num_processes, self.num_nodes
@@ -238,8 +244,8 @@ class SingleOrDDPStrategy(WithModule):
         if not self._fitting:
             compat.sync_module_states(model)
             return model
-        # On the current stream: DDP makes the nodes that accumulate gradients, and these remember the stream they were
-        # made on. On another one than backward's, each gradient costs a wait across streams (and PyTorch warns).
+        # On the current stream: DDP makes the nodes that accumulate gradients, which run on the stream of their making.
+        # If backward has another stream, each gradient costs a wait across streams (and PyTorch warns).
         device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **self._ddp_arguments)
         compat.register_comm_hook(wrapped, self._hook.state, self._hook.hook, self._hook.wrapper)

@@ -1,4 +1,4 @@
-"""``Trainer(strategy="ssd_offload")``: one device, or several processes that each have all of the model."""
+"""``Trainer(strategy="ssd_offload")``: train with one device, or with several processes that have the whole model."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
         trainer = L.Trainer(strategy=SSDOffloadStrategy(hardware=HardwareProfile(paths=["/mnt/nvme0", "/mnt/nvme1"])))
 
     Args:
-        policy: what is moved; default: :class:`~lightning_ssd.config.OffloadPolicy` as it is.
-        hardware: where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
+        policy: says what is offloaded; default: ``OffloadPolicy()``.
+        hardware: says where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
         log_metrics: give the numbers of :data:`~lightning_ssd.telemetry.metrics.METRICS` to the Trainer's loggers, and
-            print the verdict, also where no :class:`~lightning_ssd.monitor.OffloadMonitor` is among the callbacks.
+            print the verdict, also if no :class:`~lightning_ssd.monitor.OffloadMonitor` is among the callbacks.
         accelerator: set by the Trainer; CPU and CUDA are supported, others where Lightning provides them.
         parallel_devices: set by the Trainer.
         cluster_environment: how processes find each other; default: detected.
         checkpoint_io: writes and reads checkpoints, which are ordinary ones; default: Lightning's.
         precision_plugin: set by the Trainer from ``precision``.
-        process_group_backend: "nccl", "gloo"; default: by device. Like what follows, for several processes only.
-        timeout: of the process group; default: the backend's own.
-        start_method: "popen" runs the script once more for each process, "fork" works in notebooks too.
+        process_group_backend: "nccl", "gloo"; default: by device. This and the following are for several processes.
+        timeout: timeout of the process group; default: the backend's own.
+        start_method: "popen" runs the script again for each process; "fork" also works in notebooks.
         ddp_comm_state: state for ``ddp_comm_hook``.
         ddp_comm_hook: replaces the gradient all-reduce, see ``DistributedDataParallel.register_comm_hook``.
         ddp_comm_wrapper: wraps that hook, for example to compress gradients.
         model_averaging_period: steps between averages for post-local SGD; needed with its ``ddp_comm_state``.
-        find_unused_parameters: of ``DistributedDataParallel``, as are the following.
+        find_unused_parameters: argument of ``DistributedDataParallel``, as are the following.
         static_graph: the graph is the same in every step.
         gradient_as_bucket_view: gradients live in the all-reduce buckets, which saves one copy of them.
         broadcast_buffers: rank zero's buffers overwrite the others' before each forward; default: PyTorch's.
@@ -61,7 +61,7 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
     """
 
     strategy_name = "ssd_offload"
-    description = "saved activations wait on SSD"
+    description = "saved activations are offloaded to SSD"
 
     def __init__(
         self,

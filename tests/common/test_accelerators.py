@@ -73,7 +73,7 @@ def test_strategies_take_what_lightning_and_pytorch_know(kind: type[Any], monkey
     """Lightning itself has no such accelerator; somebody may register one."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     kind(parallel_devices=[torch.device("xpu", 0)])._configure_launcher()
-    with pytest.raises(ConfigError, match="got a device of type 'mps'; allowed: 'cpu', 'cuda', 'xpu'"):
+    with pytest.raises(ConfigError, match="got a device of type 'mps', and can only offload from 'cpu', 'cuda', 'xpu'"):
         kind(parallel_devices=[torch.device("mps")])._configure_launcher()
 
 

@@ -525,7 +525,8 @@ def test_a_gpu_is_refused_before_processes_start(parameters: Any) -> None:
     strategy = SSDOffloadFSDPStrategy(policy=OffloadPolicy(parameters=parameters))
     strategy.parallel_devices = [torch.device("cuda", number) for number in range(2)]
     strategy.cluster_environment = LightningEnvironment()
-    with pytest.raises(ConfigError, match=r"FSDPStrategy got OffloadPolicy.parameters='.*' on 'cuda:0'; allowed there"):
+    message = r"FSDPStrategy got OffloadPolicy.parameters='.*' on 'cuda:0', and .*\. Write parameters='keep'"
+    with pytest.raises(ConfigError, match=message):
         strategy._configure_launcher()
 
 

@@ -33,8 +33,11 @@ def _one_thread():
         ({"policy": "offload"}, r'policy=\'offload\' is a str\. Pass .*OffloadPolicy\(activations="offload"\)'),
         ({"policy": {"activations": "offload"}}, r"is a dict\. Pass .* type OffloadPolicy"),
         ({"hardware": "/mnt/nvme"}, r"hardware='/mnt/nvme' is a str\. Pass .* type HardwareProfile"),
-        ({"start_method": "thread"}, r"start_method='thread'; allowed: 'popen', 'spawn', 'fork', 'forkserver'"),
-        ({"model_averaging_period": 4}, r"model_averaging_period=4 with ddp_comm_state=None"),
+        (
+            {"start_method": "thread"},
+            r"start_method='thread' is unknown\. Write one of 'popen', 'spawn', 'fork', 'forkserver'",
+        ),
+        ({"model_averaging_period": 4}, r"model_averaging_period=4 with ddp_comm_state=None would be ignored"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(arguments, message):
@@ -44,7 +47,7 @@ def test_wrong_arguments_are_refused_at_once(arguments, message):
 
 def test_devices_that_we_do_not_serve_are_refused():
     strategy = SSDOffloadStrategy(parallel_devices=[torch.device("mps")])
-    with pytest.raises(ConfigError, match="got a device of type 'mps'; allowed: 'cpu', 'cuda'"):
+    with pytest.raises(ConfigError, match="got a device of type 'mps', and can only offload from 'cpu', 'cuda'"):
         strategy._configure_launcher()
 
 
