@@ -20,9 +20,9 @@ from lightning_ssd.telemetry.step_record import StepRecorder
 
 if TYPE_CHECKING:
     from lightning_ssd.activations.kept_storage import KeptStorage
-    from lightning_ssd.activations.saved_storage import Lease, SavedStorage
+    from lightning_ssd.activations.saved_storage import SavedStorage
 
-__all__ = ["Death", "MemoryAccounting"]
+__all__ = ["NO_LEASE", "Death", "MemoryAccounting"]
 
 _MAX_PEAKS = 64
 
@@ -61,8 +61,8 @@ class MemoryAccounting:
         self.recorder: StepRecorder | None = None  # of the step under way; none: no one is recorded
         self._leaving: deque[SavedStorage] = deque()
         self.watched: dict[int, Death] = {}
-        self.notes: deque[Death | KeptStorage] = deque()
-        """Hooks note what they keep, and leases note their deaths, without the lock. They count in this order."""
+        self.notes: deque[Death | KeptStorage | SavedStorage] = deque()
+        """Hooks note what they save, and leases note their deaths, without the lock. They count in this order."""
 
     # -- callers of the following hold the lock ------------------------------------------------------------------
 
@@ -102,7 +102,10 @@ class MemoryAccounting:
         self.most_saved_bytes = max(self.most_saved_bytes, self.saved_bytes)
         if self.recorder is not None:
             self.recorder.saved(id(record), record.nbytes)
-        self.occupy(record)
+            self.recorder.entered(id(record), record.nbytes)
+        counters.resident_bytes += record.nbytes
+        if counters.resident_bytes > counters.resident_peak_bytes or counters.resident_bytes > self.window_peak_bytes:
+            self._rise()
         if self.saved_bytes >= self._worst.saved_bytes:
             resident, on_host = counters.resident_bytes, self._away_on_host_bytes
             self._worst = SavedBytes(self.saved_bytes, resident, on_host, self._worst.recomputed_bytes)
@@ -135,15 +138,18 @@ class MemoryAccounting:
         """Memory was taken for a saved storage."""
         counters = self.counters
         counters.resident_bytes += record.nbytes
-        self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0  # a new one is sent nowhere yet
+        self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
         if self.recorder is not None:
             self.recorder.entered(id(record), record.nbytes)
-        if counters.resident_bytes > counters.resident_peak_bytes:
-            self.sweep_all()
-            counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
-        if counters.resident_bytes > self.window_peak_bytes:
-            self.sweep_all()
-            self.window_peak_bytes = max(self.window_peak_bytes, counters.resident_bytes)
+        if counters.resident_bytes > counters.resident_peak_bytes or counters.resident_bytes > self.window_peak_bytes:
+            self._rise()
+
+    def _rise(self) -> None:
+        """More is resident than ever before, if what is leaving has not gone by now."""
+        counters = self.counters
+        self.sweep_all()
+        counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
+        self.window_peak_bytes = max(self.window_peak_bytes, counters.resident_bytes)
 
     def vacate(self, record: SavedStorage | KeptStorage) -> None:
         """Memory of a saved storage has gone."""
@@ -178,10 +184,10 @@ class MemoryAccounting:
             note = self.notes[0]
             if isinstance(note, Death):
                 self._settle_death(note)
-            elif id(note.share) not in self.watched:
+            elif id(note.lease) not in self.watched:
                 self.opened(note)
-                self.counters.bytes_kept += note.nbytes
-                self.watched[id(note.share)] = note.share
+                self.counters.bytes_kept += note.nbytes if note.stays else 0
+                self.watched[id(note.lease)] = note.lease
             self.notes.popleft()  # last: an interrupted call is made good by the next one
         self.sweep()
         self._look()
@@ -196,16 +202,20 @@ class MemoryAccounting:
             self.saved_bytes -= record.nbytes
             self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
 
-    def watch(self, lease: Lease, record: SavedStorage) -> None:
-        """Get a note when the lease dies: see "What happens when a lease dies" in ``activations/saved_storage.py``."""
-        death = Death(lease, self.notes.append)
-        death.record = record
-        self.watched[id(death)] = death
-
 
 class Death(weakref.ref[Any]):
-    """The death of a lease. Held by us: one that dies together with its lease is never noted."""
+    """The death of a lease. Held by us: one that dies together with its lease is never noted. See "What happens when a
+    lease dies" in ``activations/saved_storage.py``.
+    """
 
     __slots__ = ("record",)
 
     record: SavedStorage | KeptStorage
+
+
+class _Nothing:
+    """Is dead at once."""
+
+
+NO_LEASE = Death(_Nothing(), deque[Any]().append)
+"""In the place of one that is over, because the death and its record refer to each other."""

@@ -72,6 +72,8 @@ class Fetcher:
         self._copies = copies
         self._tier = tier
         self._consumed: deque[SavedStorage] = deque()
+        self.given: deque[SavedStorage] = deque()
+        """Storages that hooks have given backward without the lock, to be noted by the next operation that takes it."""
 
     def close(self) -> BaseException | None:
         """Read and evict nothing from now on; what is in memory may still be had. Return the failure, once."""
@@ -132,13 +134,26 @@ class Fetcher:
     def _note(self, record: SavedStorage) -> None:
         """Note that backward asks for this storage; what all its tensors have had by now need not stay."""
         self._asked_for(record)
-        record.asked_for()
+        self.note_given()
+        self._note_one(record)
+
+    def note_given(self) -> None:
+        """Note what hooks have given backward. The lock is held."""
+        while self.given:
+            record = self.given.popleft()
+            if record.home is not None:
+                record.home.asked_for(record, 0.0, self._passes.book)
+            self._note_one(record)
+
+    def _note_one(self, record: SavedStorage) -> None:
+        if record.ahead:
+            record.asked_for()
         record.num_unpacked += 1
         if record.num_unpacked >= record.num_tensors:
             self._consumed.append(record)
         while len(self._consumed) > _NUM_CONSUMED:
             consumed = self._consumed.popleft()
-            if consumed is not record:
+            if consumed is not record and consumed.state is State.RELOADED:
                 consumed.drop_copy()
 
     def _asked_for(self, record: SavedStorage | KeptStorage) -> bool:
@@ -197,6 +212,9 @@ class Fetcher:
     def look_ahead(self, record: SavedStorage) -> None:
         """Bring up what backward wants after this storage. The caller holds no lock."""
         with self._accounting.lock:
+            if self.given:
+                self._accounting.settle()
+                self.note_given()
             self._advance(record)
 
     def _advance(self, record: SavedStorage | KeptStorage) -> None:

@@ -7,12 +7,11 @@ itself (``kept_tensor.py``) and a :class:`Share`, whose death says that the grap
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_ssd.activations.accounting import Death
+from lightning_ssd.activations.accounting import NO_LEASE, Death
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.inplace_edits import owner_of, resized_error
 from lightning_ssd.common.tensors import required_nbytes
@@ -27,19 +26,20 @@ __all__ = ["KeptStorage", "Share", "check_not_resized", "open_kept"]
 class KeptStorage:
     """One storage that stays until its graph lets go. :func:`open_kept` makes it."""
 
-    __slots__ = ("accounting", "home", "index", "nbytes", "owner", "share", "state", "version")
+    __slots__ = ("accounting", "home", "index", "lease", "nbytes", "owner", "state", "version")
 
     ahead = is_on_host = False
+    stays = True
     tier = None
     accounting: MemoryAccounting
     home: SavedPass | None
     index: int
     """In the pack order of its pass."""
+    lease: Death
+    """Refers to the share, weakly, and to this."""
     nbytes: int
     owner: weakref.ref[torch.Tensor]
     """Whose version counter the saved tensors have."""
-    share: Death
-    """Refers to the share, weakly, and to this."""
     state: State
     version: int
 
@@ -58,7 +58,7 @@ class KeptStorage:
         if self.is_resident:
             self.accounting.vacate(self)
         self.state = State.FREED
-        self.share = _DEAD  # the death and this refer to each other
+        self.lease = NO_LEASE  # the death and this refer to each other
 
 
 class Share:
@@ -67,9 +67,6 @@ class Share:
     __slots__ = ("__weakref__", "record")
 
     record: KeptStorage
-
-
-_DEAD = Death(Share(), deque[Any]().append)
 
 
 def open_kept(
@@ -93,7 +90,7 @@ def open_kept(
     record.version = owner._version
     record.home = current
     share.record = record
-    record.share = death = Death(share, accounting.notes.append)
+    record.lease = death = Death(share, accounting.notes.append)
     death.record = record
     current.records.append(record)
     current.sizes.append(nbytes)

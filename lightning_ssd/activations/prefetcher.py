@@ -20,6 +20,7 @@ from lightning_ssd.tiers.transfer_queue import Transfer
 __all__ = ["Prefetcher"]
 
 
+_NOT_AWAY = (*READY, State.READING, State.FREED)
 _MAX_WAIT_S = 1.0
 """Lets a worker let go of memory, unless the program holds it."""
 _SHARE = 4
@@ -67,7 +68,7 @@ class Prefetcher:
             record = current.records[order[current.next_ahead]]
             if (
                 isinstance(record, SavedStorage)
-                and record.state not in (*READY, State.READING, State.FREED)
+                and record.state not in _NOT_AWAY
                 and not (self._has_room(current, record) and self._bring_up(record))
             ):
                 return False

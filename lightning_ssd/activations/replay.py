@@ -1,11 +1,12 @@
-"""The hooks of one pass: what is known to stay is kept here, without a lock and in few Python calls.
+"""The hooks of one pass: what is known to stay, or to move, goes through few Python calls, and through no lock.
 
 A plan, or what an earlier pass has taught, names the storages of a pass by size, in pack order. As long as the pass
-saves the same sizes, the hooks keep what is to stay, and hand everything else to the tensor cache. From the first other
-size on the tensor cache gets everything. A wrong guess costs a place in the order, never a value: a tensor that is kept
+saves the same sizes, the hooks keep what is to stay, and have the rest leave in groups. What is no whole storage of an
+operation's result goes to the tensor cache; from the first other size on, everything does. A wrong guess costs a place in the order, never a value: a tensor that is kept
 is held as it is, with its version, whatever storage it was taken for.
 
-What has stayed is noted, and counted with the next operation that takes the lock.
+What has stayed, what leaves and what backward was given is noted, and counted by the next operation that takes the
+lock: one for each group, and one for each look ahead.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ from lightning_ssd.activations.kept_storage import (
     open_kept,
 )
 from lightning_ssd.activations.kept_tensor import edited_error, give_back, keep
-from lightning_ssd.common.tensors import PLAIN_TYPES
+from lightning_ssd.activations.saved_storage import Lease, SavedTensor
+from lightning_ssd.activations.storage_state import State
+from lightning_ssd.common.inplace_edits import Origin, VersionProbe
+from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
+from lightning_ssd.planning.placement import Placement
 from lightning_ssd.scheduling.pass_program import PassProgram
+from lightning_ssd.tiers.streams import PASSED
 
 if TYPE_CHECKING:
     from lightning_ssd.activations.saved_pass import SavedPass
@@ -39,6 +45,10 @@ MIN_DATA_BYTES = 16 << 20
 the storage alone."""
 
 
+MAX_GIVEN = 8
+MIN_LOOKS = 4
+"""Backward looks ahead behind so many moved tensors, or so many times while it goes through the bytes brought up ahead:
+each look takes the lock."""
 _LEN_OF_LEAF = 3
 """Entries of what is held of a tensor that no operation made; of a large one there is a share besides."""
 
@@ -60,9 +70,16 @@ def hooks_of(
     counters, parameter_keys, has_pager, held = accounting.counters, parameters.keys, cache.has_pager, handed_out.held
     least, device, is_cpu = cache.min_nbytes, cache.device, cache.device.type == "cpu"
     sizes, order, wanted, by_storage = current.sizes, current.order, current.wanted_s, cache.by_storage
-    expected, stays, keeps_all = program
+    expected, stays, drives, keeps_all = program
+    pack_moved, is_capturing, holds = cache.pack_moved, cache.is_capturing, cache.graph_memory.holds
     num_expected, left_bytes = len(expected), 0
     clock, current_node, strided, plain = time.perf_counter, torch._C._current_autograd_node, torch.strided, PLAIN_TYPES
+    empty = torch.empty
+    given, given_bytes, budget, protect = fetcher.given, 0, cache.budget, cache.copies.protect
+    is_host = not cache.copies.is_asynchronous
+    KEPT, TAKEN_BACK, RELOADED = State.KEPT, State.TAKEN_BACK, State.RELOADED
+    is_inference, is_functorch = torch.is_inference_mode_enabled, torch._C._functorch.is_functorch_wrapped_tensor
+    HOST, SSD = Placement.HOST, Placement.SSD
 
     def pack(tensor: torch.Tensor) -> Any:
         nonlocal num_expected, left_bytes
@@ -86,27 +103,39 @@ def hooks_of(
             return keep(tensor)
         begin_s, index, share = clock(), len(sizes), None
         record, whole = by_storage.get(cdata), storage.nbytes()
-        if record is None:
-            owner = tensor._base if is_view else tensor
+        if record is None and current.follows and whole >= least and (limit_bytes is None or whole <= left_bytes):
+            owner, is_expected = tensor._base if is_view else tensor, index < num_expected and expected[index] == whole
+            is_kept = keeps_all or (is_expected and stays[index])
             if (
-                current.follows
-                and (keeps_all or (index < num_expected and stays[index] and expected[index] == whole))
-                and whole >= least
-                and (limit_bytes is None or whole <= left_bytes)
-                # Below, what the cache would not count among the storages of the pass.
-                and (nbytes == whole or is_view)
-                and (tensor.requires_grad or not (tensor.__dict__ or whole >= max(MIN_DATA_BYTES, DATA_PARTS * nbytes)))
+                (is_kept or is_expected)
                 and type(owner) is torch.Tensor
                 and not (owner.is_leaf and owner.requires_grad)
                 and tensor.layout is strided
                 and tensor.device == device
                 and not parameters.ungathered
             ):
-                share = open_kept(accounting, current, owner, whole, begin_s)
-                by_storage[cdata] = share.record
-                left_bytes -= whole
+                if not is_kept:
+                    # What is more than this, the cache has to look at.
+                    if (
+                        nbytes == whole
+                        and tensor.requires_grad
+                        and tensor.is_contiguous()
+                        and (is_host or not (is_capturing() or holds(storage.data_ptr())))
+                        and not (tensor.is_quantized or tensor.is_nested or is_functorch(tensor))
+                        and not tensor._is_zerotensor()
+                        and not fetcher.is_closed
+                    ):
+                        left_bytes -= whole
+                        return pack_moved(current, tensor, storage, SSD if drives and drives[index] else HOST)
+                # Below, what the cache would not count among the storages of the pass.
+                elif (nbytes == whole or is_view) and (
+                    tensor.requires_grad or not (tensor.__dict__ or whole >= max(MIN_DATA_BYTES, DATA_PARTS * nbytes))
+                ):
+                    share = open_kept(accounting, current, owner, whole, begin_s)
+                    by_storage[cdata] = share.record
+                    left_bytes -= whole
         elif type(record) is KeptStorage and record.nbytes == whole and record.is_same_value(tensor):
-            share = record.share()
+            share = record.lease()
         if share is None:
             moves = record is None and index < num_expected and expected[index] == whole and not stays[index]
             packed = pack_slowly(current, tensor, moves)
@@ -121,6 +150,9 @@ def hooks_of(
         return kept
 
     def unpack(packed: Any) -> torch.Tensor:
+        if type(packed) is SavedTensor:
+            moved = give_moved(*packed)
+            return unpack_slowly(packed) if moved is None else moved
         if type(packed) is not tuple:
             return unpack_slowly(packed)
         share = packed[-1]
@@ -142,7 +174,47 @@ def hooks_of(
             wanted[record.index] = clock()
             order.append(record.index)
         if held or isinstance(current_node(), BackwardCFunction):
-            return handed_out.give(tensor, None if len(packed) > _LEN_OF_LEAF + 1 else record.share)
+            return handed_out.give(tensor, None if len(packed) > _LEN_OF_LEAF + 1 else record.lease)
+        return tensor
+
+    def give_moved(lease: Lease, spec: TensorSpec, probe: VersionProbe, origin: Origin | None) -> torch.Tensor | None:
+        """Return a tensor whose storage is in memory; ``None``: the cache has to see to it."""
+        nonlocal given_bytes
+        alias, (dtype, size, stride, offset, is_conj, is_neg) = probe.alias, spec
+        begin_s, record, storage, cursor = clock(), lease.record, lease.storage, current.cursor
+        state, copy = record.state, record.copy
+        mark = None if copy is None else copy.mark
+        if (
+            storage is None
+            or not (state is RELOADED or state is TAKEN_BACK or state is KEPT)
+            or not (mark is None or mark is PASSED or mark.query())
+            or alias._version != probe.saved
+            or storage.nbytes() < record.nbytes
+            # Nothing else is noted later: the first one of a backward, those of a budget, of traces and of records.
+            or not (order and record.home is current)
+            or not (cursor is None or cursor.limit_bytes is None)
+            or not (current.recorder is None and accounting.recorder is None)
+            or is_conj
+            or is_neg
+            or is_inference()
+        ):
+            return None
+        index = record.index
+        if index not in wanted:
+            wanted[index] = begin_s
+            order.append(index)
+        tensor = alias.detach()
+        tensor.data = empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
+        if not is_host:
+            protect(tensor)
+        if held or isinstance(current_node(), BackwardCFunction):
+            tensor = handed_out.give(tensor, record.lease if origin is None else None)
+        given.append(record)
+        given_bytes += record.nbytes
+        if len(given) >= MAX_GIVEN or MIN_LOOKS * given_bytes >= budget.nbytes:
+            given_bytes = 0
+            fetcher.look_ahead(record)
+        counters.hook_s += clock() - begin_s
         return tensor
 
     return pack, unpack

@@ -20,7 +20,7 @@ from lightning_ssd.common.tensors import can_count_holders, is_released
 if TYPE_CHECKING:
     from lightning_ssd.activations.saved_storage import SavedStorage
 
-__all__ = ["DeferredWrites", "SavedParts"]
+__all__ = ["WHOLE", "DeferredWrites", "SavedParts"]
 
 _NUM_LOOKED_AT = 4
 _MAX_DEFERRED = 64
@@ -60,6 +60,10 @@ class SavedParts:
             new = begin, ((1, end - begin),)
         self._parts.append(new)
         self.is_whole = new == (0, ((1, self._nbytes),))
+
+
+WHOLE = SavedParts(0, torch.empty(0))
+"""Of storages whose first saved tensor shows all of them: nothing is ever added."""
 
 
 def _part(tensor: torch.Tensor) -> _Part:

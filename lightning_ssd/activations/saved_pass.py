@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -181,15 +180,6 @@ class SavedPass:
     def is_over(self) -> bool:
         """Whether its forward is over."""
         return not self._installed
-
-    def add(self, record: SavedStorage) -> None:
-        """A storage was seen for the first time."""
-        self.records.append(record)
-        self.sizes.append(record.nbytes)
-        if self.recorder is not None:
-            self.recorder.packed(record.nbytes, record.identity, record.accounting.counters.resident_bytes)
-        record.home = self
-        self.packed_s.append(time.perf_counter())  # last: it tells that nothing has interrupted this
 
     def freed(self, record: SavedStorage) -> None:
         """The graph has let go of a storage."""

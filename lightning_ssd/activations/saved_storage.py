@@ -15,27 +15,28 @@ Note: What happens when a lease dies
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lightning_ssd.activations.accounting import MemoryAccounting
+from lightning_ssd.activations.accounting import NO_LEASE, Death, MemoryAccounting
 from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe
 from lightning_ssd.common.tensors import StorageKey, TensorSpec
 from lightning_ssd.errors import OffloaderClosedError
-from lightning_ssd.tiers.base import NoMemoryToReadError, StoredBytes, Tier
+from lightning_ssd.tiers.base import NoMemoryToReadError, StoredBytes, Tier, WriteRequest
 from lightning_ssd.tiers.streams import PASSED, StreamEvent
 from lightning_ssd.tiers.transfer_queue import Transfer
 
 if TYPE_CHECKING:
     from lightning_ssd.activations.saved_pass import SavedPass
+    from lightning_ssd.tiers.ssd import SsdTier
 
-__all__ = ["Lease", "SavedStorage", "SavedTensor", "TierCopy"]
+__all__ = ["Lease", "SavedStorage", "SavedTensor", "TierCopy", "open_saved"]
 
 
 class TierCopy:
@@ -63,6 +64,7 @@ class SavedStorage:
         "home",
         "identity",
         "index",
+        "is_on_host",
         "key",
         "lease",
         "nbytes",
@@ -75,6 +77,8 @@ class SavedStorage:
         "state",
         "tier",
     )
+
+    stays = False
 
     def __init__(
         self,
@@ -99,11 +103,14 @@ class SavedStorage:
         self.index = index
         self.state = State.KEPT
         self.tier: Tier | None = None  # where it was sent
+        self.is_on_host = False
+        """Whether it goes to host memory, and so to no drive."""
         self.copy: TierCopy | None = None  # from LEAVING on
         self.ahead = False  # brought up, or held back, before it was asked for
         self.num_tensors = 0
         self.num_unpacked = 0
-        self.lease: Callable[[], Lease | None] = _no_lease
+        self.lease = NO_LEASE
+        """Gives the lease, as long as it lives."""
         self.home: SavedPass | None = None  # the pass that saw it first
 
     @property
@@ -149,8 +156,10 @@ class SavedStorage:
     @property
     def can_be_evicted(self) -> bool:
         """Whether it was to stay, has never been sent anywhere, and no thread is about to unpack it once more."""
-        in_use = 0 < self.num_unpacked < self.num_tensors
-        return self.state is State.KEPT and self.storage is not None and not in_use and self.is_filled()
+        if self.state is not State.KEPT or 0 < self.num_unpacked < self.num_tensors:
+            return False
+        lease = self.lease()
+        return lease is not None and lease.storage is not None and (self.operation is None or self.is_filled())
 
     def is_filled(self) -> bool:
         """Whether its bytes will be there when ``produced`` has passed; see the note in ``operation.py``."""
@@ -164,7 +173,7 @@ class SavedStorage:
 
     def queue_write(self, tier: Tier, after: StreamEvent) -> bool:
         """KEPT -> QUEUED. Returns False, with nothing changed, when the tier has no room."""
-        self.tier = tier
+        self.tier, self.is_on_host = tier, tier.name == "host"
         # After an interrupt it may be in the queue: it stays, and no other tier gets it.
         queued, otherwise = False, State.TAKEN_BACK
         try:
@@ -172,12 +181,31 @@ class SavedStorage:
             self.accounting.writes.add(self)
             queued = tier.write(self, self.nbytes, after, label=f"saved storage {self.index}")
             if not queued:
-                self.tier, otherwise = None, State.KEPT
+                self.tier, self.is_on_host, otherwise = None, False, State.KEPT
         finally:
             if not queued:
                 self.state = otherwise
                 self._write_gone()
         return queued
+
+    @staticmethod
+    def queue_writes(records: Sequence[SavedStorage], tier: SsdTier) -> None:
+        """KEPT -> QUEUED, in one job of the tier."""
+        # After an interrupt they may be in the queue: they stay, and no other tier gets them.
+        queued = False
+        try:
+            for record in records:
+                record.tier, record.state = tier, State.QUEUED
+                record.accounting.writes.add(record)
+            tier.write_all(
+                [WriteRequest(one, one.nbytes, one.produced, f"saved storage {one.index}") for one in records]
+            )
+            queued = True
+        finally:
+            if not queued:
+                for record in records:
+                    record.state = State.TAKEN_BACK
+                    record._write_gone()
 
     def _write_gone(self) -> None:
         """Our write has ended or is no longer wanted; a worker may tell of the end of one that was taken back."""
@@ -268,18 +296,20 @@ class SavedStorage:
 
         Once more after it was interrupted: does the rest.
         """
-        state = self.state
-        self.asked_for()
+        state, home, copy = self.state, self.home, self.copy
+        if self.ahead:
+            self.asked_for()
         if state is State.QUEUED:
             self._write_gone()
-        if self.home is not None:
-            self.home.freed(self)
+        if home is not None and home.recorder is not None:
+            home.freed(self)
         self.home = None
         self.produced = PASSED
-        if self.is_resident:
+        if state is not State.ON_DISK and state is not State.FREED:
             self.accounting.vacate(self)
         self.state = State.FREED
-        if self.read is None:
+        self.lease = NO_LEASE
+        if copy is not None and copy.read is None:
             self._free_extent()
 
     def _free_extent(self) -> None:
@@ -344,11 +374,6 @@ class SavedStorage:
         else:
             self.accounting.counters.bytes_written += nbytes
 
-    @property
-    def is_on_host(self) -> bool:
-        """Whether it goes to host memory, and so to no drive."""
-        return self.tier is not None and self.tier.name == "host"
-
     def read_ended(
         self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
     ) -> None:
@@ -400,15 +425,42 @@ class Lease:
 
     __slots__ = ("__weakref__", "record", "storage")
 
-    def __init__(self, record: SavedStorage, storage: torch.UntypedStorage | None) -> None:
-        self.record = record
-        self.storage = storage
-        record.lease = weakref.ref(self)
-        record.accounting.watch(self, record)
+    record: SavedStorage
+    storage: torch.UntypedStorage | None
 
 
-def _no_lease() -> None:
-    """In the place of a lease, before there is one."""
+def open_saved(
+    accounting: MemoryAccounting,
+    current: SavedPass,
+    storage: torch.UntypedStorage,
+    nbytes: int,
+    probe: VersionProbe,
+    parts: SavedParts,
+    produced: StreamEvent = PASSED,
+) -> Lease:
+    """Begin to watch a storage that may move, and add it to its pass. Takes no lock: settling counts it.
+
+    Args:
+        accounting: of all saved storages.
+        current: the pass that saves it.
+        storage: with the bytes.
+        nbytes: of the storage.
+        probe: of the first saved tensor over it.
+        parts: that are saved of it.
+        produced: its bytes are there once this has passed.
+    """
+    record, lease = SavedStorage(accounting, storage, nbytes, probe, parts, index=len(current.records)), Lease()
+    record.home, record.produced = current, produced
+    lease.record, lease.storage = record, storage
+    record.lease = death = Death(lease, accounting.notes.append)
+    death.record = record
+    current.records.append(record)
+    current.sizes.append(nbytes)
+    if current.recorder is not None:
+        current.recorder.packed(nbytes, record.identity, accounting.counters.resident_bytes)
+    current.packed_s.append(time.perf_counter())  # last: a pass with lists of several lengths was interrupted
+    accounting.notes.append(record)
+    return lease
 
 
 class SavedTensor(NamedTuple):

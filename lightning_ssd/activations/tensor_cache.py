@@ -31,10 +31,11 @@ from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.parameter_filter import ParameterStorages
 from lightning_ssd.activations.replay import DATA_PARTS, MIN_DATA_BYTES, hooks_of
 from lightning_ssd.activations.run_ahead import RunAhead
-from lightning_ssd.activations.saved_parts import DeferredWrites, SavedParts
+from lightning_ssd.activations.saved_parts import WHOLE, DeferredWrites, SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
+from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor, open_saved
 from lightning_ssd.activations.storage_state import State
+from lightning_ssd.activations.write_group import WriteGroup
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.inplace_edits import (
     Origin,
@@ -69,6 +70,9 @@ from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import PASSED, CopyEngine, StreamEvent
 
 __all__ = ["TensorCache", "Tiers"]
+
+new_tuple: Callable[..., Any] = tuple.__new__
+"""Makes a named tuple in C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +139,10 @@ class TensorCache:
         self._device = device
         self.min_nbytes = max(min_tensor_nbytes, 1)
         """Smaller storages stay, and are not counted one by one."""
-        self._copies = copies
+        self.copies = copies
         # Meanwhile no thread may ask a device how it is doing, and nothing has an end that a worker could wait for.
-        self._is_capturing = copies.is_capturing
-        self._graph_memory = GraphMemory(device)
+        self.is_capturing = copies.is_capturing
+        self.graph_memory = GraphMemory(device)
         self.handed_out = HandedOut()
         self._recompute = recompute
         self.blocks: list[Blocks] = []
@@ -152,6 +156,7 @@ class TensorCache:
         # All of the following are guarded by the accounting lock.
         self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
         self._deferred = DeferredWrites()
+        self._group = WriteGroup()
         self._run_ahead = RunAhead()
         self._clock = clock_of(device)
         self._passes = LivePasses(
@@ -169,12 +174,12 @@ class TensorCache:
             worker_s=self._worker_s,
         )
         self._known_available_bytes: int | None = None
-        self._budget = PrefetchBudget()
-        self._stalls = Stalls(self._clock, self._counters, events, self._budget.stalled)
+        self.budget = PrefetchBudget()
+        self._stalls = Stalls(self._clock, self._counters, events, self.budget.stalled)
         self.fetcher = Fetcher(
             self.accounting,
             self._passes,
-            budget=self._budget,
+            budget=self.budget,
             stalls=self._stalls,
             device=device,
             clock=self._clock,
@@ -200,7 +205,7 @@ class TensorCache:
 
     def _available_bytes(self) -> int | None:
         """That could still be had besides these weights; ``None``: unknown."""
-        if self._is_capturing():
+        if self.is_capturing():
             return None
         with suppress(OSError):  # out of file descriptors, say: it is as it was when it was last known
             self._known_available_bytes = available_bytes(self._device)
@@ -249,7 +254,7 @@ class TensorCache:
 
     def _is_graphed(self, current: SavedPass) -> bool:
         """Whether a forward that begins now is one of the compiler's CUDA graphs; says so once. Not under the lock."""
-        if not self._graph_memory.wants_no_hooks or current.begin is not None or current.is_finished:
+        if not self.graph_memory.wants_no_hooks or current.begin is not None or current.is_finished:
             return False
         if self._has_weights():  # they go by what backward asks for
             return False
@@ -298,7 +303,7 @@ class TensorCache:
                 if current.cursor is not None:
                     current.cursor.skip(current.sizes)
                 self.accounting.settle()
-                self._deferred.send_all()
+                self._send_all()
                 if self.accounting.recorder is not None:
                     self.accounting.recorder.forward_left()
 
@@ -318,6 +323,7 @@ class TensorCache:
                 self._steps.end(is_seen=not are_plain)
             if not are_plain:
                 self.accounting.settle()
+                self.fetcher.note_given()
                 self._settle_stalls()
             if self.accounting.recorder is not None:
                 self.accounting.recorder.mark("update")
@@ -325,7 +331,7 @@ class TensorCache:
             if rates is None:
                 self._passes.finish(all_freed=False)
             else:
-                self._budget.pass_ended(
+                self.budget.pass_ended(
                     self._passes.end_backward(rates.write_bytes_per_s, rates.read_bytes_per_s),
                     self.accounting.most_saved_bytes,
                 )
@@ -346,7 +352,7 @@ class TensorCache:
             self.accounting.recomputed(current.recomputed_bytes)
 
     def _settle_stalls(self) -> None:
-        if not self._is_capturing():
+        if not self.is_capturing():
             self._stalls.settle()
 
     def check_process(self) -> None:
@@ -384,6 +390,7 @@ class TensorCache:
         with self.accounting.lock:
             self.accounting.settle()
             self._deferred.drop()
+            self._group.drop()
             for record in list(self.by_storage.values()):
                 if isinstance(record, SavedStorage) and record.state is State.QUEUED:
                     record.forward()
@@ -481,7 +488,7 @@ class TensorCache:
     def flush(self) -> None:
         """Block until every queued write has ended."""
         with self.accounting.lock:
-            self._deferred.send_all()
+            self._send_all()
         for tier in (self._tiers.ssd, self._tiers.host):
             if tier is not None:
                 tier.flush()
@@ -551,7 +558,7 @@ class TensorCache:
         if not tensor.requires_grad and tensor.__dict__:
             # Of a constant, backward gets the very object, and what the program has noted on it.
             return False
-        if self._is_capturing():
+        if self.is_capturing():
             return False
         return (
             tensor.device == self._device
@@ -561,7 +568,7 @@ class TensorCache:
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
             # Forward-mode differentiation has tensors with a size and no memory, which must not be read.
             and not tensor._is_zerotensor()
-            and not self._graph_memory.holds(storage.data_ptr())
+            and not self.graph_memory.holds(storage.data_ptr())
         )
 
     def _pack_storage(
@@ -599,9 +606,45 @@ class TensorCache:
                 return keep(tensor)
         self._heap_policy.look(self.accounting.counters.bytes_saved)
         self._run_ahead.wait()
-        self._copies.protect(tensor)
+        self.copies.protect(tensor)
         self._count_hook(begin_s, waited_s, lease.record.produced)
         return SavedTensor(lease, spec, probe, origin)
+
+    def pack_moved(
+        self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, placement: Placement
+    ) -> SavedTensor:
+        """Have a storage leave, of which this is certain: a plain one of our device that was not saved before, and all
+        of which the tensor shows, which an operation has made. Takes no lock but for the group that it leaves with.
+
+        Args:
+            current: the pass that saves it.
+            tensor: is saved.
+            storage: of the tensor.
+            placement: where it goes.
+        """
+        begin_s, waited_s, nbytes = time.perf_counter(), self._stalls.waited_s, storage.nbytes()
+        probe, node = VersionProbe(tensor), tensor.grad_fn
+        view = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
+        origin = None if node is None else new_tuple(Origin, (node.name(), tensor.output_nr))
+        mark = self.copies.mark() if self.copies.is_asynchronous else PASSED
+        lease = open_saved(self.accounting, current, storage, nbytes, probe, WHOLE, mark)
+        self.by_storage[storage._cdata] = record = lease.record
+        record.num_tensors = 1
+        if self._group.add(record, placement, self.accounting.most_saved_bytes):
+            with self.accounting.lock:
+                self.accounting.settle()
+                self._send_group()
+                self._deferred.look()
+            self._heap_policy.look(self.accounting.counters.bytes_saved)
+        if mark is PASSED:
+            self._counters.hook_s += time.perf_counter() - begin_s
+        else:
+            with self.accounting.lock:
+                self._run_ahead.add(mark, nbytes, self.accounting.most_saved_bytes)
+            self._run_ahead.wait()
+            self.copies.protect(tensor)
+            self._count_hook(begin_s, waited_s, mark)
+        return SavedTensor(lease, new_tuple(TensorSpec, view), probe, origin)
 
     def _count_hook(self, begin_s: float, waited_s: float, mark: StreamEvent | None) -> None:
         """Count the time since the hook began, without its waits.
@@ -639,7 +682,7 @@ class TensorCache:
         """
         record = self.by_storage.get(storage._cdata)
         if isinstance(record, KeptStorage):
-            share = record.share()
+            share = record.lease()
             if share is not None and record.nbytes == nbytes and record.is_same_value(tensor):
                 return share, None
         elif record is not None and record.lease() is not None:
@@ -670,47 +713,56 @@ class TensorCache:
         """A storage seen for the first time in this version: keep it, or have it written."""
         nbytes = storage.nbytes()
         parts = SavedParts(nbytes, tensor)
-        record = SavedStorage(self.accounting, storage, nbytes, probe, parts, index=len(current.records))
-        lease = Lease(record, storage)
-        self.by_storage[record.key.cdata] = record
-        record.operation = None if tensor.requires_grad else Operation.current()
         if placement is None:
             placement = self._place(current, nbytes)
-        current.add(record)
-        self.accounting.opened(record)
+        lease = open_saved(self.accounting, current, storage, nbytes, probe, parts)
+        record = lease.record
+        self.by_storage[record.key.cdata] = record
+        record.operation = None if tensor.requires_grad else Operation.current()
+        self.accounting.settle()
         # What stays may have to go later, when another stream is the current one.
         record.produced = self._mark()
         if placement is not Placement.KEEP:
             self._run_ahead.add(record.produced, nbytes, self.accounting.most_saved_bytes)
-        if placement is Placement.KEEP or (parts.is_whole and record.operation is None):
-            self._send(record, placement)
+        if placement is Placement.KEEP:
+            self.accounting.counters.bytes_kept += nbytes
+        elif parts.is_whole and record.operation is None:
+            self._leave_with_group(record, placement, at_once=self._limit_of(current) is not None)
         else:
-            self._deferred.add(record, partial(self._send, record, placement))
+            self._deferred.add(record, partial(self._leave_with_group, record, placement))
         return lease
 
     def _mark(self) -> StreamEvent:
-        return PASSED if self._tiers.ssd is None else self._copies.mark()  # where all stays, no thread waits
+        return PASSED if self._tiers.ssd is None else self.copies.mark()  # where all stays, no thread waits
 
-    def _send(self, record: SavedStorage, placement: Placement) -> None:
-        """Keep a storage, or queue its write."""
-        nbytes, after = record.nbytes, record.produced
-        if placement is Placement.HOST and (
-            self._tiers.host is None or not record.queue_write(self._tiers.host, after)
-        ):
-            placement = Placement.SSD
-        if placement is Placement.SSD and self._tiers.ssd is not None:
-            self._budget.observe(nbytes, self.accounting.most_saved_bytes)
-            record.queue_write(self._tiers.ssd, after)
-        elif placement is Placement.KEEP:
-            self.accounting.counters.bytes_kept += nbytes
+    def _leave_with_group(self, record: SavedStorage, placement: Placement, *, at_once: bool = False) -> None:
+        if self._group.add(record, placement, self.accounting.most_saved_bytes) or at_once:
+            self._send_group()
+
+    def _send_group(self) -> None:
+        """Queue the writes of what leaves together. The lock is held."""
+        ssd, host, to_drives, largest_bytes = self._tiers.ssd, self._tiers.host, [], 0
+        for record, placement in self._group.taken():
+            if placement is Placement.HOST and host is not None and record.queue_write(host, record.produced):
+                continue
+            to_drives.append(record)
+            largest_bytes = max(largest_bytes, record.nbytes)
+        if ssd is not None and to_drives:
+            self.budget.observe(largest_bytes, self.accounting.most_saved_bytes)
+            SavedStorage.queue_writes(to_drives, ssd)
 
     def _admit(self, current: SavedPass, nbytes: int) -> Latch | None:
         """Under a budget, what to wait for before the next storage fits."""
         limit = self._limit_of(current)
         if limit is None or self.accounting.counters.resident_bytes + nbytes <= limit:
             return None
-        self._deferred.send_all()
+        self._send_all()
         return self.fetcher.admit(nbytes, limit)
+
+    def _send_all(self) -> None:
+        """Have everything leave that is to, because the forward is over or memory is short."""
+        self._deferred.send_all()
+        self._send_group()
 
     @staticmethod
     def _limit_of(current: SavedPass) -> int | None:
@@ -754,7 +806,7 @@ class TensorCache:
         if storage.nbytes() < lease.record.nbytes:
             raise resized_error(lease.record.nbytes, storage.nbytes())
         tensor: torch.Tensor = probe.rebuild(spec, storage)
-        self._copies.protect(tensor)
+        self.copies.protect(tensor)
         tensor = self.handed_out.give(tensor, lease.record.lease if origin is None else None)
         self.fetcher.look_ahead(lease.record)  # last: workers that are told of reads want the GIL
         self._count_hook(begin_s, waited_s, None)

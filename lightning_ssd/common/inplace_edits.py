@@ -23,13 +23,14 @@ class VersionProbe:
     shared. An edit through ``tensor.data`` or through NumPy changes no counter; PyTorch does not see it either.
     """
 
-    __slots__ = ("_alias", "_owner", "saved")
+    __slots__ = ("_owner", "alias", "saved")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        alias = tensor.detach()
+        base = tensor._base
+        self.alias = alias = tensor.detach()
+        """Has the tensor's version and gradients' form, and no memory."""
         alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._alias = alias
-        self._owner = weakref.ref(owner_of(tensor))
+        self._owner = weakref.ref(tensor if base is None else base)
         self.saved = tensor._version
 
     def shares_counter(self, tensor: torch.Tensor) -> bool:
@@ -50,14 +51,14 @@ class VersionProbe:
         if torch.is_inference_mode_enabled():  # user code inspects a graph: tensors made here would be of another kind
             with torch.inference_mode(False):
                 return self.rebuild(spec, storage)
-        tensor = self._alias.detach()
+        tensor = self.alias.detach()
         tensor.data = spec.view(storage)
         return tensor
 
     @property
     def version(self) -> int:
         """The tensor's version now; ``saved`` is the one at the time of saving."""
-        return self._alias._version
+        return self.alias._version
 
 
 def owner_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -108,16 +108,12 @@ class PrefetchBudget:
     """
 
     def __init__(self) -> None:
-        self._nbytes = 0
+        self.nbytes = 0
+        """The budget now."""
         self._floor = 0
         self._ceiling = 0
         self._cap = sys.maxsize
         self._stalled = False
-
-    @property
-    def nbytes(self) -> int:
-        """The budget now."""
-        return self._nbytes
 
     def observe(self, nbytes: int, saved_peak_bytes: int) -> None:
         """A storage of this size goes to the tier."""
@@ -126,12 +122,12 @@ class PrefetchBudget:
     def stalled(self) -> None:
         """Note that the training thread waited for a read."""
         self._stalled = True
-        self._nbytes = min(self._nbytes + self._nbytes // 2, self._ceiling)
+        self.nbytes = min(self.nbytes + self.nbytes // 2, self._ceiling)
 
     def pass_ended(self, profiles: Sequence[PassProfile], saved_peak_bytes: int) -> None:
         """A backward is over: the bounds follow what its passes really moved."""
         if not self._stalled:
-            self._nbytes -= self._nbytes // 20
+            self.nbytes -= self.nbytes // 20
         self._stalled = False
         moved = [n for p in profiles for i, n in enumerate(p.sizes) if i not in p.keep]
         if moved:
@@ -139,10 +135,10 @@ class PrefetchBudget:
 
     def out_of_memory(self) -> None:
         """Memory ran out while bytes were brought up: look less far ahead for the rest of the run."""
-        self._cap = max(self._nbytes // 2, 1)
-        self._nbytes = min(self._nbytes, self._cap)
+        self._cap = max(self.nbytes // 2, 1)
+        self.nbytes = min(self.nbytes, self._cap)
 
     def _set_bounds(self, floor: int, saved_peak_bytes: int) -> None:
         self._floor = min(floor, self._cap)
         self._ceiling = min(max(saved_peak_bytes // 8, floor), self._cap)
-        self._nbytes = min(max(self._nbytes, self._floor), self._ceiling)
+        self.nbytes = min(max(self.nbytes, self._floor), self._ceiling)

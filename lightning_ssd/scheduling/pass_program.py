@@ -14,6 +14,8 @@ class PassProgram(NamedTuple):
     """Bytes of its storages, in pack order."""
     stays: bytes
     """For each of them 1 if it stays, else 0."""
+    drives: bytes = b""
+    """For each of them 1 if it goes to a drive, else 0: to the first tier that has room. Empty: none does."""
     keeps_all: bool = False
     """Nothing can move, so that sizes need not be known."""
 

@@ -107,7 +107,12 @@ class PlanCursor:
         if not self._candidates:
             return NOTHING_KNOWN
         known = self._candidates[0]
-        return PassProgram(known.sizes, bytes(place is Placement.KEEP for place in known.plan.placements))
+        places = known.plan.placements
+        return PassProgram(
+            known.sizes,
+            stays=bytes(place is Placement.KEEP for place in places),
+            drives=bytes(place is Placement.SSD for place in places),
+        )
 
     @property
     def may_move(self) -> bool:

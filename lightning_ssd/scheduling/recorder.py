@@ -244,10 +244,14 @@ class Recorder:
     # -- the sum -------------------------------------------------------------------------------------------------
 
     def hook_s(self, end: Stamp) -> float:
-        """Return what hooks took from the pass that was over at ``end``, without our own part, in seconds."""
+        """Return what hooks took from the pass that was over at ``end``, without our own part and stalls, in seconds.
+
+        Stalls are in hooks, and they are accounted by themselves.
+        """
         device = self._device(end)
         spent_s, own_s = (sum(map(device.lost_s, spans)) for spans in (self._hooks, self._own))
-        return max(spent_s - own_s, 0.0)
+        stalled_s = sum(stop_s - begin_s for begin_s, stop_s in self._since_begin(self._stalls))
+        return max(spent_s - own_s - stalled_s, 0.0)
 
     def trace(self, end: Stamp, refused: Collection[str] = ()) -> Trace:
         """Sum up the pass, which was over at ``end``. On CUDA this waits for the device.

@@ -18,6 +18,7 @@ __all__ = [
     "StoredBytes",
     "Tier",
     "WriteOwner",
+    "WriteRequest",
     "check_size",
     "moved_meanwhile",
 ]
@@ -50,6 +51,16 @@ class WriteOwner(Protocol):
 
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         """Either ``stored`` or ``error`` is given. The owner frees ``stored`` through the tier. Must not raise."""
+
+
+class WriteRequest(NamedTuple):
+    """One storage to write."""
+
+    owner: WriteOwner
+    nbytes: int
+    after: StreamEvent | None
+    """Written once this has passed."""
+    label: str
 
 
 class ReadOwner(Protocol):

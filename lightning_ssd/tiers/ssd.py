@@ -39,6 +39,7 @@ from lightning_ssd.tiers.base import (
     ReadOwner,
     StoredBytes,
     WriteOwner,
+    WriteRequest,
     check_size,
     moved_meanwhile,
 )
@@ -156,8 +157,12 @@ class SsdTier:
             arena.reserve(share)
 
     def write(self, owner: WriteOwner, nbytes: int, after: StreamEvent | None, *, label: str) -> bool:
-        self._writes.submit(_Write(self, owner, nbytes, after, label))
+        self.write_all([WriteRequest(owner, nbytes, after, label)])
         return True
+
+    def write_all(self, requests: Sequence[WriteRequest]) -> None:
+        """Queue the writes of several storages as one job. Each ends, and fails, by itself."""
+        self._writes.submit(_Write(self, requests))
 
     def read(
         self,
@@ -185,7 +190,10 @@ class SsdTier:
         self._reads.promote(read)
 
     def free(self, stored: StoredBytes) -> None:
-        self.free_parts(self._mine(stored).parts)
+        arenas = self._arenas
+        for part in self._mine(stored).parts:
+            if part.extent.nbytes:
+                arenas[part.lane].free(part.extent)
 
     def show(self, stored: StoredBytes, view: FileView, start: int, offset: int, nbytes: int) -> None:
         """Map part of a body, from ``offset`` on, at ``start`` of a view. It stays as it is until :meth:`free`."""
@@ -309,6 +317,18 @@ class SsdTier:
         step = self._chunk_bytes
         return [(start + done, min(step, nbytes - done)) for done in range(0, nbytes, step)]
 
+    def join(self, runs: Iterable[tuple[int, _Run]]) -> list[list[_Run]]:
+        """Cut what is to be run for so many bytes each into chunks. Small ones become one."""
+        chunks: list[list[_Run]] = []
+        left_nbytes = 0
+        for nbytes, run in runs:
+            if nbytes > left_nbytes or not chunks:
+                chunks.append([])
+                left_nbytes = self._chunk_bytes
+            chunks[-1].append(run)
+            left_nbytes -= nbytes
+        return chunks
+
     def piece(self, part: _Part, start: int, nbytes: int) -> Piece:
         """Return where a chunk of a part lies."""
         return Piece(start, nbytes, self._arenas[part.lane], part.extent.offset + start - part.start)
@@ -318,64 +338,106 @@ class SsdTier:
         return [(part.lane, self.piece(part, *cut)) for part in parts for cut in self.cut(part.start, part.nbytes)]
 
 
-class _Write(Transfer):
-    """One storage on its way down."""
+_Run = Callable[[], "_Outgoing | None"]
+"""Writes one piece. Returns the storage where it was the last one, and all that is left is to end."""
 
-    def __init__(self, tier: SsdTier, owner: WriteOwner, nbytes: int, after: StreamEvent | None, label: str) -> None:
-        super().__init__("write", nbytes)
+
+class _Outgoing:
+    """One storage on its way down.
+
+    Args:
+        tier: gets it.
+        request: the storage, and who owns it.
+    """
+
+    def __init__(self, tier: SsdTier, request: WriteRequest) -> None:
+        self.request = request
+        self.parts: list[_Part] = []
+        self.moved_nbytes = 0
+        """Bytes that go to drives, without the pieces that were no longer wanted."""
+        self.is_over = self.has_failed = False
+        self.is_unwanted = False
+        """Whether its owner has withdrawn it before it began."""
+        self.fault: BaseException | None = None
+        """What telling the owner of the end has raised."""
         self._tier = tier
-        self._owner = owner
-        self._after = after
-        self._label = label
         self._storage: torch.UntypedStorage | None = None
         self._edges: Edges | None = None
-        self._parts: list[_Part] = []
         self._checksums: list[int | None] = []
         self._memory: Region | None = None
         self._missing_nbytes = 0  # of the pieces that were no longer wanted
-        # Guards it, the parts and the bytes that move. A leaf lock.
+        self.error: BaseException | None = None
+        self._num_left = 0
+        # Guards the numbers, the parts and the error. A leaf lock.
         self._changing = threading.Lock()
 
-    def begin(self) -> Sequence[Chunk] | None:
-        if self._after is not None:
-            with self.not_busy():
-                self._after.synchronize()  # here, so that the rate is the drive's, and a take-back saves the write
-        storage = self._storage = self._owner.write_begins()
+    def begin(self) -> list[tuple[int, _Run]]:
+        """Return what to run, each with its bytes; nothing where its owner wants it no more, or it has failed."""
+        try:
+            return self._cut()
+        except BaseException as error:
+            forget_frames(error)
+            self.end(error)
+            return []
+
+    def _cut(self) -> list[tuple[int, _Run]]:
+        request, tier = self.request, self._tier
+        storage = self._storage = request.owner.write_begins()
         if storage is None:
-            return None
-        self._memory = check_size(storage, self.nbytes, self._label)
-        edges = self._edges = self._tier.mover.edges(storage)
-        head, body = len(edges.head), storage.nbytes() - len(edges.head) - len(edges.tail)
-        self.nbytes = body
-        cuts = self._tier.cut(head, body)
+            self.is_over = self.is_unwanted = True
+            return []
+        self._memory = check_size(storage, request.nbytes, request.label)
+        edges = self._edges = tier.mover.edges(storage)
+        head, body = len(edges.head), request.nbytes - len(edges.head) - len(edges.tail)
+        self.moved_nbytes = body
+        cuts = tier.cut(head, body)
         # With one directory one extent, which leaves one hole. With several, a chunk belongs to the drive that is free.
-        whole = self._tier.allocate(head, body) if self._tier.num_directories == 1 else None
+        whole = tier.allocate(head, body) if tier.num_directories == 1 else None
         if whole is not None:
-            self._parts.append(whole)
+            self.parts.append(whole)
         self._checksums = [None] * len(cuts)
-        check = self._tier.wants_check()
-        return [partial(self._store, i, storage, whole, cut, check) for i, cut in enumerate(cuts)]
+        self._num_left = len(cuts)
+        check = tier.wants_check()
+        if not cuts:
+            self.end(None)
+        return [(cut[1], partial(self._run, i, storage, whole, cut, check)) for i, cut in enumerate(cuts)]
+
+    def _run(
+        self, index: int, storage: torch.UntypedStorage, part: _Part | None, cut: tuple[int, int], check: bool
+    ) -> _Outgoing | None:
+        """See :data:`_Run`."""
+        error: BaseException | None = None
+        try:
+            if self.error is None:
+                self._store(index, storage, part, cut, check)
+        except BaseException as raised:
+            forget_frames(raised)
+            error = raised
+        with self._changing:
+            self.error = self.error or error
+            self._num_left -= 1
+            return None if self._num_left else self
 
     def _store(
         self, index: int, storage: torch.UntypedStorage, part: _Part | None, cut: tuple[int, int], check: bool
     ) -> None:
-        if not self._owner.is_wanted():  # it was taken back, and would hold its memory as long as it is written
+        if not self.request.owner.is_wanted():  # it was taken back, and would hold its memory as long as it is written
             with self._changing:
                 self._missing_nbytes += cut[1]
-                self.nbytes -= cut[1]
+                self.moved_nbytes -= cut[1]
             return
         refused: dict[int, OSError] = {}
         while True:
             place = self._place(*cut, refused) if part is None else part
             try:
                 piece = self._tier.piece(place, *cut)
-                self._checksums[index] = self._tier.mover.store(storage, piece, self._after, check=check)
+                self._checksums[index] = self._tier.mover.store(storage, piece, self.request.after, check=check)
                 return
             except OSError as error:
                 if part is not None:
                     raise
                 with self._changing:
-                    self._parts.remove(place)
+                    self.parts.remove(place)
                 self._tier.free_parts([place])
                 self._tier.gives_up(place.lane, error)
                 refused[place.lane] = error
@@ -385,35 +447,98 @@ class _Write(Transfer):
     def _place(self, start: int, nbytes: int, refused: Collection[int]) -> _Part:
         place = self._tier.allocate(start, nbytes, refused)
         with self._changing:
-            self._parts.append(place)
+            self.parts.append(place)
         return place
 
-    def shares(self) -> Sequence[tuple[int | None, int]]:
-        return self._tier.shares(self._parts, self.nbytes)
+    def end(self, error: BaseException | None) -> None:
+        """Tell the owner, once. Its memory may go."""
+        if self.is_over:
+            return
+        self.is_over, self.has_failed = True, error is not None
+        try:
+            self._tell(error)
+        except BaseException as raised:
+            forget_frames(raised)
+            self.fault = raised
 
-    def finish(self, error: BaseException | None) -> None:
-        storage, edges = self._storage, self._edges
-        self._storage = self._after = None  # the tensor's memory may go now
+    def _tell(self, error: BaseException | None) -> None:
+        storage, edges, request = self._storage, self._edges, self.request
+        self._storage = None
         if error is None:
-            error = moved_meanwhile(storage, self._memory, self._label)
+            error = moved_meanwhile(storage, self._memory, request.label)
         stored = None
         if error is None and storage is not None and edges is not None:
             stored = _SsdBytes(
                 self._tier,
-                tuple(sorted(self._parts)),
-                storage.nbytes(),
+                tuple(sorted(self.parts)),
+                request.nbytes,
                 edges,
                 tuple(value for value in self._checksums if value is not None),
-                self._label,
+                request.label,
                 self._missing_nbytes,
             )
         else:
-            self._tier.free_parts(self._parts)
+            self._tier.free_parts(self.parts)
+            self.moved_nbytes = 0
         del storage
-        self._owner.write_ended(stored, error)
+        self.has_failed = error is not None
+        request.owner.write_ended(stored, error)
+
+
+class _Write(Transfer):
+    """Storages on their way down, in one job: what a worker does once for each job takes as long as a small write."""
+
+    def __init__(self, tier: SsdTier, requests: Sequence[WriteRequest]) -> None:
+        super().__init__("write", sum(request.nbytes for request in requests))
+        self._tier = tier
+        self._requests: Sequence[WriteRequest] = requests
+        self._outgoing: list[_Outgoing] = []
+        # Guards the bytes that move, and whether any have failed. A leaf lock.
+        self._counting = threading.Lock()
+
+    def begin(self) -> Sequence[Chunk] | None:
+        self._outgoing = [_Outgoing(self._tier, request) for request in self._requests]
+        self._wait_for_producers()
+        self._requests = ()
+        runs = [run for outgoing in self._outgoing for run in outgoing.begin()]
+        chunks: list[Chunk] = [partial(self._run, chunk) for chunk in self._tier.join(runs)]
+        self._count()
+        return None if all(outgoing.is_unwanted for outgoing in self._outgoing) else chunks
+
+    def _wait_for_producers(self) -> None:
+        """Wait here, so that the rate is the drive's, and a take-back saves the write."""
+        last = {request.after.stream: request.after for request in self._requests if request.after is not None}
+        if last:
+            with self.not_busy():
+                for mark in last.values():
+                    mark.synchronize()
+
+    def _run(self, runs: list[_Run]) -> None:
+        runs.reverse()
+        while runs:
+            done = runs.pop()()  # and let go of: it holds the memory that goes with the end
+            if done is not None:
+                done.end(done.error)
+                self._count()
+
+    def _count(self) -> None:
+        with self._counting:
+            self.nbytes = sum(outgoing.moved_nbytes for outgoing in self._outgoing)
+            self.has_failed = any(outgoing.has_failed for outgoing in self._outgoing)
+
+    def shares(self) -> Sequence[tuple[int | None, int]]:
+        return self._tier.shares([part for outgoing in self._outgoing for part in outgoing.parts], self.nbytes)
+
+    def finish(self, error: BaseException | None) -> None:
+        for outgoing in self._outgoing:  # those that an unexpected error has left
+            outgoing.end(error)
+        self._requests = ()
+        fault = next((outgoing.fault for outgoing in self._outgoing if outgoing.fault is not None), None)
+        if fault is not None:
+            raise fault
 
     def discard(self) -> None:
-        self._storage = None
+        self._requests = ()
 
 
 class _Read(Transfer):

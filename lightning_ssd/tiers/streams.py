@@ -30,6 +30,9 @@ __all__ = ["PASSED", "CopyEngine", "HostCopies", "StreamCopies", "StreamEvent"]
 class StreamEvent(Protocol):
     """A point in a stream's work."""
 
+    stream: Any
+    """Hashable: of two points of equal streams the later one stands for both. ``None``: the host's own."""
+
     def synchronize(self) -> None:
         """Block the calling thread until the stream has passed this point."""
 
@@ -69,6 +72,7 @@ class _Passed:
     """A point that was passed before it was asked for."""
 
     __slots__ = ()
+    stream = None
 
     def synchronize(self) -> None:
         """Nothing is left to wait for."""
@@ -117,11 +121,11 @@ class HostCopies:
 class _EventMark:
     """An event, with its device: a worker that waits for it while its own device is 0 may set up a context there."""
 
-    __slots__ = ("_accelerator", "_stream", "event")
+    __slots__ = ("_accelerator", "event", "stream")
 
     def __init__(self, accelerator: Accelerator, stream: Any, event: Any = None) -> None:
         self._accelerator = accelerator
-        self._stream = stream
+        self.stream = stream
         self.event = accelerator.event() if event is None else event
         self.event.record(stream)
 
@@ -136,7 +140,7 @@ class _EventMark:
 
     def again(self) -> StreamEvent:
         with self._accelerator.as_current():
-            return _EventMark(self._accelerator, self._stream)
+            return _EventMark(self._accelerator, self.stream)
 
 
 class StreamCopies:

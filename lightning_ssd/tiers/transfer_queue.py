@@ -43,6 +43,8 @@ class Transfer(ABC):
 
     lanes: Sequence[int] | None = None
     """The lane of each chunk, known when :meth:`begin` has returned; ``None``: any worker may run any of them."""
+    has_failed = False
+    """Whether a part of it has failed, of which its owner knows."""
     outlasts = False
     """Whether bytes may still move on the device when the move has ended for those who wait: :meth:`settle` is called
     then, and the move's event and the busy time go on until it returns."""
@@ -189,9 +191,10 @@ class TransferQueue:
             if self._closed:
                 raise OffloaderClosedError("a transfer was submitted after the offloader was closed; open it again")
             transfer._queue = self
-            transfer._seq = next(self._seq)
-            self._wake(None)
-            self._push(transfer, None)
+            transfer._seq = seq = next(self._seq)
+            for tokens in self._tokens:
+                tokens.put(None)
+            heapq.heappush(self._heaps[None], (0 if transfer.urgent else 1, seq, transfer))
             if transfer.urgent:
                 self._announce(transfer)
 
@@ -328,6 +331,7 @@ class TransferQueue:
                 if gate is None or gate.num_urgent == 0 or yielded or self._closed:
                     return self._claim(min(found, key=lambda one: one[0])[1])
             # Before anything is claimed, so that waiting is not counted as busy, and what is cancelled meanwhile ends.
+            best = None  # another worker may take it and all else, while this one waits for a token
             tokens.put(None)
             gate.wait(patience_s(chunk_s))
             yielded = True
@@ -472,7 +476,7 @@ class TransferQueue:
                     end_s=time.perf_counter(),
                     tier=self._tier,
                     urgent=transfer.urgent,
-                    failed=error is not None,
+                    failed=error is not None or transfer.has_failed,
                     drive=drive,
                 )
             )

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ssd.activations import saved_storage
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.activations.saved_storage import Lease, SavedStorage, TierCopy
+from lightning_ssd.activations.saved_storage import Lease, SavedStorage, TierCopy, open_saved
 from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import VersionProbe
 from lightning_ssd.common.tensors import StorageKey
@@ -34,6 +35,8 @@ from tests.support.threads import at_once
 
 
 class _Mark:
+    stream = None
+
     def synchronize(self) -> None:
         """Nothing is under way."""
 
@@ -56,11 +59,14 @@ class HooksThatKeepNothing:
 
 
 def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> SavedStorage:
-    storage = tensor.untyped_storage()
-    parts = SavedParts(storage.nbytes(), tensor)
-    record = cls(MemoryAccounting(), storage, storage.nbytes(), VersionProbe(tensor), parts, index=0)
-    LEASES.append(Lease(record, storage))
-    record.accounting.opened(record)
+    storage, accounting = tensor.untyped_storage(), MemoryAccounting()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_storage, "SavedStorage", cls)
+        parts, home = SavedParts(storage.nbytes(), tensor), SavedPass(HooksThatKeepNothing())
+        LEASES.append(open_saved(accounting, home, storage, storage.nbytes(), VersionProbe(tensor), parts))
+    record = LEASES[-1].record
+    record.home = None
+    accounting.settle()
     return record
 
 
@@ -322,6 +328,8 @@ def test_counts_are_right_again_after_an_interrupt() -> None:
 
 class _LostDevice:
     """A mark that is waited for until the test says so, and then raises."""
+
+    stream = None
 
     def __init__(self) -> None:
         self.asked, self.lost = threading.Event(), threading.Event()

@@ -327,7 +327,7 @@ def test_reading_ahead_leaves_most_of_what_is_free(tmp_path: Path, monkeypatch: 
         for _ in range(2):
             loss = chain(offloader, leaf(), length=40)
             offloader.flush()
-            offloader._opened()._budget._nbytes = 20 * NBYTES
+            offloader._opened().budget.nbytes = 20 * NBYTES
             loss.backward()
             offloader.end_backward()
     assert NBYTES <= most <= 2 * NBYTES
@@ -605,11 +605,23 @@ def test_workers_are_told_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(owner, name, logged)
 
     log(tensor_cache.TensorCache, "pack", "pack", begins=True)
-    log(tensor_cache.TensorCache, "unpack", "unpack", begins=True)
+    log(tensor_cache.TensorCache, "pack_moved", "pack", begins=True)
     log(VersionProbe, "__init__", "asks")
-    log(VersionProbe, "rebuild", "asks")
+    log(torch, "empty", "asks")
     log(TensorSpec, "of", "asks")
     log(TransferQueue, "submit", "tells")
+    real = tensor_cache.hooks_of
+
+    def hooks_of(*args: Any, **options: Any) -> Any:
+        pack, unpack = real(*args, **options)
+
+        def logged_unpack(packed: Any) -> torch.Tensor:
+            hooks.append(["unpack"])
+            return unpack(packed)
+
+        return pack, logged_unpack
+
+    monkeypatch.setattr(tensor_cache, "hooks_of", hooks_of)
     with open_offloader(tmp_path, EAGER) as offloader:
         for _ in range(2):  # in the second one the order is known
             loss = chain(offloader, leaf())
@@ -617,7 +629,7 @@ def test_workers_are_told_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             loss.backward()
             offloader.end_backward()
     written = [hook for hook in hooks if hook[:1] == ["pack"] and "tells" in hook]
-    assert len(written) >= 20
+    assert len(written) >= 10, "of 42 storages, some of which leave together"
     assert all("asks" not in hook[hook.index("tells") :] for hook in written)
     ahead = [hook for hook in hooks if hook[:1] == ["unpack"] and "tells" in hook]
     assert any(hook.index("asks") < hook.index("tells") for hook in ahead), "what is in memory is rebuilt first"

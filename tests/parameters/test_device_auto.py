@@ -460,6 +460,8 @@ def test_a_weight_that_somebody_holds_stays(opened: Opened, steps: Steps) -> Non
 class Asked:
     """In the place of an accelerator, whose streams may be behind, and which may have graphs."""
 
+    stream = None
+
     def __init__(self) -> None:
         self.is_in_capture = self.has_graph = False
         self.num_waits = 0

@@ -47,6 +47,22 @@ def test_times_count_from_the_begin_of_the_pass(clock: FakeClock) -> None:
     assert second.key.alive()
 
 
+def test_a_stall_within_a_hook_is_no_time_of_the_hook() -> None:
+    """The account has stalls already: a slow drive would make each byte that moves seem dear for good."""
+    clock = FakeClock(now_s=100.0)
+    told = begun(clock)
+
+    def unpack(index: int) -> None:
+        begin = clock.stamp()
+        told.stalled(begin, clock.at(clock.now_s + 3))
+        clock.at(clock.now_s + 0.25)
+
+    told.timed(unpack)(0)
+    end = clock.at(105)
+    told.backward_ended()
+    assert told.hook_s(end) == pytest.approx(0.25)
+
+
 STALLS = {
     "none": ([], [1, 3, 5, 7, 9]),
     "before everything": ([(100, 100.5)], [0.5, 2.5, 4.5, 6.5, 8.5]),

@@ -167,6 +167,8 @@ def test_nothing_races(name: str, spill_dir: Path, device: PretendedDevice) -> N
 class Passed:
     """A mark for which nobody waits: it says that it has passed, and the streams still know where it is."""
 
+    stream = None
+
     def __init__(self, mark: Any) -> None:
         self.clock, self._mark = mark.clock, mark
 

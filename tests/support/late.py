@@ -18,7 +18,8 @@ from tests.support.patience import PATIENCE_S
 class LateMark:
     """Passed when the stream gets there; ``honest=False`` claims to have passed at once."""
 
-    def __init__(self, *, honest: bool, again: Callable[[], LateMark] | None = None) -> None:
+    def __init__(self, *, honest: bool, again: Callable[[], LateMark] | None = None, stream: str = "") -> None:
+        self.stream = stream
         self.passed = threading.Event()
         self.again = again or (lambda: self)
         self._honest = honest
@@ -60,7 +61,7 @@ class LateCopies:
             work.put(None)
 
     def _queue(self, stream: str, action: Callable[[], None]) -> LateMark:
-        mark = LateMark(honest=self._honest, again=lambda: self._queue(stream, lambda: None))
+        mark = LateMark(honest=self._honest, again=lambda: self._queue(stream, lambda: None), stream=stream)
         waiting = [action]
 
         def run() -> None:
@@ -113,6 +114,7 @@ class HeldMark:
 
     def __init__(self) -> None:
         self.passed, self.asked = threading.Event(), threading.Event()
+        self.stream = self  # none stands for another
         self.error: BaseException | None = None
 
     def synchronize(self) -> None:

@@ -17,6 +17,7 @@ from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog, TransferEvent
+from lightning_ssd.tiers.base import WriteRequest
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover, StagedMover
 from lightning_ssd.tiers.read_priority import patience_s
@@ -317,6 +318,8 @@ def test_progress_and_events(drive: Drive, tmp_path: Path) -> None:
 class LateEnd(HeldMark):
     """Passes so many seconds after somebody has begun to wait."""
 
+    stream = None
+
     def __init__(self, late_s: float, now_s: list[float]) -> None:
         super().__init__()
         self._late_s, self._now_s = late_s, now_s
@@ -431,3 +434,73 @@ def test_writes_wait_for_the_producer_without_being_busy(
         produced.passed.set()
         tier.flush()
         assert owner.calls == ["begins", "written"]
+
+
+def test_storages_of_one_job_end_and_fail_each_by_itself(tmp_path: Path) -> None:
+    """Of three, the second one's write fails, and the last one is no longer wanted when it would begin."""
+    failing: list[int] = []
+
+    class Second(Drive):
+        def _write(self, index: int) -> BaseException | None:
+            super()._write(index)
+            return eio() if index in failing else None
+
+    drive = Second(tmp_path)
+    events = EventLog()
+    with tier_on(drive, tmp_path, events=events) as tier:
+        owners = [Owner(random_storage(16 * KIB, seed)) for seed in range(4)]
+        owners[3].storage = None
+        failing.append(1)
+        tier.write_all([WriteRequest(owner, 16 * KIB, None, f"number {i}") for i, owner in enumerate(owners)])
+        tier.flush()
+        assert [owner.error is None for owner in owners] == [True, False, True, True]
+        assert [owner.calls for owner in owners] == [["begins", "written"]] * 3 + [["begins"]]
+        assert owners[1].stored is None
+        assert tier.disk_bytes >= 2 * 12 * KIB
+        for owner in (owners[0], owners[2]):
+            owner.told.clear()
+            tier.read(owner, owner.place, CPU, urgent=True).wait()
+            assert owner.is_right()
+    written = [event for event in events.drain() if isinstance(event, TransferEvent) and event.direction == "write"]
+    assert [event.failed for event in written] == [True], "one event for the job, which names its failure"
+
+
+def test_memory_returns_as_each_storage_of_a_job_ends(drive: Drive, tmp_path: Path) -> None:
+    with tier_on(drive, tmp_path) as tier:
+        owners = [Owner(random_storage(CHUNK, seed)) for seed in range(3)]
+        keys = [StorageKey(owner.storage) for owner in owners if owner.storage is not None]
+
+        def let_go(owner: Owner) -> None:
+            owner.storage = None
+
+        drive.may_write.clear()
+        tier.write_all([WriteRequest(owner, CHUNK, None, "") for owner in owners])
+        drive.wait_calls(1)
+        for owner in owners:
+            let_go(owner)
+        assert all(key.alive() for key in keys)
+        drive.may_write.set()
+        owners[0].wait()
+        assert not keys[0].alive(), "its owner was told while the job still held its memory"
+        tier.flush()
+        assert not any(key.alive() for key in keys)
+
+
+def test_a_job_whose_producer_is_lost_tells_every_owner(drive: Drive, tmp_path: Path) -> None:
+    class Lost:
+        stream = "lost"
+
+        def synchronize(self) -> None:
+            raise RuntimeError("the device is lost")
+
+        def query(self) -> bool:
+            return False
+
+        def again(self) -> Lost:
+            return self
+
+    with tier_on(drive, tmp_path) as tier:
+        owners = [Owner(random_storage(CHUNK, seed)) for seed in range(2)]
+        tier.write_all([WriteRequest(owner, CHUNK, Lost(), "") for owner in owners])
+        tier.flush()
+        assert [str(owner.error) for owner in owners] == ["the device is lost"] * 2

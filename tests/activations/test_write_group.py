@@ -1,0 +1,103 @@
+"""Storages that leave together: when a job begins, and what stays out of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ssd.activations.tensor_cache import TensorCache
+from lightning_ssd.activations.write_group import WriteGroup
+from lightning_ssd.planning.placement import Placement
+from lightning_ssd.scheduling.pass_program import PassProgram
+from lightning_ssd.tiers.ssd import SsdTier
+from tests.support.helpers import EAGER, open_offloader
+
+SIDE = 64
+NBYTES = SIDE * SIDE * 4
+MIB = 1 << 20
+
+
+class Record:
+    can_be_evicted = True
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "most_saved_bytes", "number"),
+    [(MIB, 1 << 40, 16), (40 * MIB, 1 << 40, 2), (MIB, 200 * MIB, 4), (1, 0, 1)],
+    ids=["16 storages", "64 MiB", "a sixty-fourth of what is saved", "nothing known"],
+)
+def test_a_job_is_large_enough_and_no_larger(nbytes: int, most_saved_bytes: int, number: int) -> None:
+    group = WriteGroup()
+    records = [Record(nbytes) for _ in range(number)]
+    told = [group.add(record, Placement.SSD, most_saved_bytes) for record in records]  # type: ignore[arg-type]
+    assert told == [False] * (number - 1) + [True]
+    assert [record for record, _ in group.taken()] == records
+    assert not list(group.taken())
+
+
+def test_what_is_in_use_or_dead_stays_out_of_it() -> None:
+    group, records = WriteGroup(), [Record(1) for _ in range(3)]
+    for record in records:
+        group.add(record, Placement.SSD, 1 << 40)  # type: ignore[arg-type]
+    records[1].can_be_evicted = False
+    assert [record for record, _ in group.taken()] == [records[0], records[2]]
+
+
+@pytest.mark.parametrize("ends", ["forward", "flush"])
+def test_the_last_ones_of_a_forward_leave(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = PassProgram((NBYTES,) * 40, bytes(40))
+    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    jobs: list[int] = []
+    real = SsdTier.write_all
+    monkeypatch.setattr(SsdTier, "write_all", lambda self, requests: jobs.append(len(requests)) or real(self, requests))
+    with open_offloader(tmp_path, EAGER) as offloader:
+        offloader._cache.accounting.most_saved_bytes = 1 << 40
+        x = torch.rand(SIDE, SIDE).requires_grad_()
+        with offloader.saved_tensors():
+            y = x * 1
+            for _ in range(20):
+                y = y.sin()
+            if ends == "flush":
+                offloader.flush()
+                assert sum(jobs) == 20
+            else:
+                assert jobs == [16]
+        offloader.flush()
+        assert jobs == [16, 4]
+        stats = offloader.stats
+        assert (stats.num_saved, stats.bytes_kept) == (20, 0)
+        y.backward(torch.ones_like(y))
+        offloader.end_backward()
+        expected = x.detach().clone().requires_grad_()
+        z = expected * 1
+        for _ in range(20):
+            z = z.sin()
+        z.backward(torch.ones_like(z))
+        assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
+
+
+def test_an_edit_after_it_was_saved_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = PassProgram((NBYTES,) * 40, bytes(40))
+    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    with open_offloader(tmp_path, EAGER) as offloader:
+        x = torch.rand(SIDE, SIDE).requires_grad_()
+        with offloader.saved_tensors():
+            y = (x * 1).sin()
+            saved = y
+            y = y.exp().sin()
+            saved.add_(1)
+        y.backward(torch.ones_like(y))  # sin and exp save others
+        with offloader.saved_tensors():
+            y = (x * 1).sin()
+            saved = y
+            y = y.square().sin()
+            saved.add_(1)
+        with pytest.raises(
+            RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"
+        ):
+            y.backward(torch.ones_like(y))
