@@ -2,8 +2,9 @@
 
 A plan, or what an earlier pass has taught, names the storages of a pass by size, in pack order. As long as the pass
 saves the same sizes, the hooks keep what is to stay, and have the rest leave in groups. What is no whole storage of an
-operation's result goes to the tensor cache; from the first other size on, everything does. A wrong guess costs a place in the order, never a value: a tensor that is kept
-is held as it is, with its version, whatever storage it was taken for.
+operation's result goes to the tensor cache; from the first other size on, everything does. A wrong guess costs a place
+in the order, never a value: a tensor that is kept is held as it is, with its version, whatever storage it was taken
+for.
 
 What has stayed, what leaves and what backward was given is noted, and counted by the next operation that takes the
 lock: one for each group, and one for each look ahead.
