@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import Offloader
-from lightning_ssd.activations.saved_pass import SavedPass
+from lightning_ssd.activations import tensor_cache
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
@@ -352,16 +352,16 @@ def test_closing_while_everything_is_under_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_done", [False, True], ids=["before it", "after it"])
 @pytest.mark.parametrize(
-    ("kind", "name"), [(SavedPass, "add"), (PlanCursor, "place"), (Recorder, "packed"), (Recorder, "_look")]
+    ("kind", "name"), [(tensor_cache, "open_saved"), (PlanCursor, "place"), (Recorder, "packed"), (Recorder, "_look")]
 )
 def test_an_interrupt_while_a_storage_is_added(
-    kind: type, name: str, is_done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any, name: str, is_done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Caught in the middle of a forward, where the pass goes on, or around it: all bits are those of plain training."""
     method, armed, interrupted = getattr(kind, name), [], []
 
-    def interrupts(self: Any, *args: Any) -> Any:
-        result = method(self, *args) if is_done or not armed else None
+    def interrupts(*args: Any, **options: Any) -> Any:
+        result = method(*args, **options) if is_done or not armed else None
         if armed:
             interrupted.append(armed.pop())
             raise KeyboardInterrupt
