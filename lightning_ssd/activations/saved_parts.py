@@ -63,7 +63,7 @@ class SavedParts:
 
 
 WHOLE = SavedParts(0, torch.empty(0))
-"""Of storages whose first saved tensor shows all of them: nothing is ever added."""
+"""Parts of storages whose first saved tensor shows all of them: none is ever added."""
 
 
 def _part(tensor: torch.Tensor) -> _Part:

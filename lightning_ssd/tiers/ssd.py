@@ -359,7 +359,7 @@ class _Outgoing:
         self.is_unwanted = False
         """Whether its owner has withdrawn it before it began."""
         self.fault: BaseException | None = None
-        """What telling the owner of the end has raised."""
+        """Error of telling the owner of the end, which its contract forbids."""
         self._tier = tier
         self._storage: torch.UntypedStorage | None = None
         self._edges: Edges | None = None
