@@ -167,13 +167,42 @@ def test_few_calls_and_no_lock_for_what_stays(moved: int, tmp_path: Path, monkey
             assert len(calls) <= length + 2
 
 
+def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there were groups, 50 calls to pack, 65 to unpack, and a lock for each of several operations."""
+    length = 128
+    program = PassProgram((NBYTES,) * (length + 2), bytes(length + 2))
+    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    with open_offloader(tmp_path, EAGER) as offloader:
+        accounting = offloader._cache.accounting
+        accounting.most_saved_bytes = 1 << 40  # so that 16 make a group
+        locks = CountedLock(accounting.lock)
+        for step in range(3):
+            with offloader.saved_tensors():
+                y = (torch.rand(SIDE, SIDE).requires_grad_() * 1).sin()
+                accounting.lock = locks if step == 2 else locks.lock  # type: ignore[assignment]
+                with python_calls() as packing:
+                    for _ in range(length):
+                        y = y.sin()
+                num_locks, accounting.lock = locks.num_taken, locks.lock
+            offloader.flush()
+            with python_calls() as unpacking:
+                y.backward(torch.ones_like(y))
+            offloader.end_backward()
+        assert len(packing) <= 18 * length, packing
+        assert len(unpacking) <= 40 * length, unpacking
+        assert num_locks <= length // 8
+        assert offloader.stats.bytes_kept == 0
+
+
 class CountedLock:
+    """Counts how often this thread takes it."""
+
     def __init__(self, lock: threading.Lock) -> None:
         self.lock = lock
         self.num_taken = 0
 
     def __enter__(self) -> None:
-        self.num_taken += 1
+        self.num_taken += threading.current_thread() is threading.main_thread()
         self.lock.acquire()
 
     def __exit__(self, *exc: object) -> None:
