@@ -170,12 +170,18 @@ def test_few_calls_and_no_lock_for_what_stays(moved: int, tmp_path: Path, monkey
 def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before there were groups, 50 calls to pack, 65 to unpack, and a lock for each of several operations."""
     length = 128
-    program = PassProgram((NBYTES,) * (length + 2), bytes(length + 2))
+    program = PassProgram((NBYTES,) * (length + 3), bytes(length + 3))
     monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
     with open_offloader(tmp_path, EAGER) as offloader:
         accounting = offloader._cache.accounting
         accounting.most_saved_bytes = 1 << 40  # so that 16 make a group
         locks = CountedLock(accounting.lock)
+        tier = offloader._cache._tiers.ssd
+        assert tier is not None
+
+        def wait_for_reads(gradient: Tensor) -> None:
+            tier._reads.wait_idle()
+
         for step in range(3):
             with offloader.saved_tensors():
                 y = (torch.rand(SIDE, SIDE).requires_grad_() * 1).sin()
@@ -184,12 +190,15 @@ def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path: Path, monke
                     for _ in range(length):
                         y = y.sin()
                 num_locks, accounting.lock = locks.num_taken, locks.lock
+                y.register_hook(wait_for_reads)
+                y = y.sin()
             offloader.flush()
+            offloader._cache.budget.nbytes = 1 << 40  # all comes back before the second one is asked for
             with python_calls() as unpacking:
                 y.backward(torch.ones_like(y))
             offloader.end_backward()
         assert len(packing) <= 18 * length, packing
-        assert len(unpacking) <= 40 * length, unpacking
+        assert len(unpacking) <= 36 * length, unpacking
         assert num_locks <= length // 8
         assert offloader.stats.bytes_kept == 0
 
