@@ -24,7 +24,7 @@ MOST = {
     "_assembly": 3,
     "callback": 8,
     "cli": 1,
-    "common": 53,
+    "common": 47,
     "config": 14,
     "offloader": 3,
     "optimizer": 128,
