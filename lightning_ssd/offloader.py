@@ -21,7 +21,6 @@ from lightning_ssd.common.collectives import AllReduceMin, have_same
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.exit_guard import close_at_exit
 from lightning_ssd.common.interrupts import deferring_interrupts
-from lightning_ssd.common.restore import put_back_all
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.validation import expect, typed
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
@@ -223,7 +222,6 @@ class Offloader:
                     "hook. Nothing was done. Set a flag there, and close the offloader after optimizer.step()"
                 )
             _refuse_within("close", self._cache)
-        put_back_all()
         resources, cache = self._resources, self._cache
         if resources is None or cache is None:
             return
@@ -447,7 +445,6 @@ class Offloader:
             BudgetError: a budget of the policy cannot be kept by any plan for this model and batch.
             StorageError: the drive has refused changed weights or gradients, which may be lost.
         """
-        put_back_all()
         cache, wear = self._opened(), self._wear
         self._has_trained = True
         recorder = self._recorder  # once, here and below: another thread may end the record meanwhile

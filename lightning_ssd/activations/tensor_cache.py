@@ -54,7 +54,6 @@ from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import TierRates
 from lightning_ssd.recompute.blocks import Blocks
-from lightning_ssd.recompute.global_modes import forget_threads, note_thread, training_threads
 from lightning_ssd.scheduling.clock import clock_of
 from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
@@ -153,6 +152,7 @@ class TensorCache:
         self._warned_of_writes = self._warned_of_graphs = False
         self._num_plain = 0
         self._pid = os.getpid()
+        self._threads: dict[int, threading.Thread] = {}  # those that have begun a pass, by their numbers
         # All of the following are guarded by the accounting lock.
         self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
         self._deferred = DeferredWrites()
@@ -231,7 +231,7 @@ class TensorCache:
 
     def enter(self, current: SavedPass) -> None:
         self.check_process()
-        note_thread(self)
+        self._threads[threading.get_ident()] = threading.current_thread()
         if self.fetcher.is_closed:
             raise OffloaderClosedError("the offloader is closed; open it again before the next forward")
         self._passes.warn_of_forgotten_ends()
@@ -453,9 +453,12 @@ class TensorCache:
 
         ``None``: looking might bring in a weight, or meet another thread that computes some.
         """
-        if self._has_weights() or self._passes.num_open > 1 or len(training_threads(self)) > 1:
+        if self._has_weights() or self._passes.num_open > 1 or len(self._training_threads()) > 1:
             return None
         return self.parameters.gradient_bytes_on(self._device)
+
+    def _training_threads(self) -> list[threading.Thread]:
+        return [thread for thread in list(self._threads.values()) if thread.is_alive()]
 
     @property
     def gradient_bytes(self) -> int | None:
@@ -464,7 +467,7 @@ class TensorCache:
         Autograd sets them without the GIL: a thread that looked meanwhile would hold what it has freed.
         """
         here = threading.current_thread()
-        are_others = any(thread is not here for thread in training_threads(self))
+        are_others = any(thread is not here for thread in self._training_threads())
         return None if are_others else self.parameters.gradient_bytes
 
     def end_record(self) -> None:
@@ -509,7 +512,7 @@ class TensorCache:
         if recorder is not None:
             recorder.stop()
         failure = self.fetcher.close()
-        forget_threads(self)
+        self._threads.clear()
         self.cancel_writes()
         self._warn_of_writes()
         return failure

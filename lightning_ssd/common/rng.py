@@ -6,7 +6,6 @@ those of Python and NumPy.
 
 from __future__ import annotations
 
-import operator
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -24,27 +23,13 @@ class Source(NamedTuple):
     """Returns a copy of the present state."""
     write: Callable[[Any], object]
     """Sets the state to such a copy."""
-    is_same: Callable[[Any, Any], bool]
-    """Whether two such copies are equal."""
 
 
 class RandomStates:
-    """States of several sources at one time."""
+    """What random numbers will come next from some sources."""
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
         self._states = [(source, source.read()) for source in sources]
-
-    def add(self, source: Source) -> None:
-        """Add a source with its present state."""
-        self._states.append((source, source.read()))
-
-    def forget_unused(self) -> None:
-        """Drop the sources whose state is unchanged: no code has drawn from them since."""
-        self._states = list(filter(_is_used, self._states))
-
-    def now(self) -> RandomStates:
-        """Return the present states of these sources."""
-        return RandomStates(source for source, _ in self._states)
 
     def restore(self) -> None:
         """Set each source to its state here."""
@@ -52,35 +37,30 @@ class RandomStates:
             source.write(state)
 
 
-def _is_used(pair: tuple[Source, Any]) -> bool:
-    source, state = pair
-    return not source.is_same(state, source.read())
-
-
 def source_of(value: object) -> Source | None:
     """Return the source for a generator object; ``None``: ``value`` is of no known kind of generator."""
     if isinstance(value, torch.Generator):
         return _of_torch(value)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return Source(value.getstate, value.setstate, operator.eq)
+        return Source(value.getstate, value.setstate)
     numpy_random = _numpy_random()
     if numpy_random is not None:
         if isinstance(value, numpy_random.Generator):
             value = value.bit_generator
         if isinstance(value, numpy_random.BitGenerator):
             bits: Any = value
-            return Source(lambda: bits.state, lambda state: setattr(bits, "state", state), _is_same_state)
+            return Source(lambda: bits.state, lambda state: setattr(bits, "state", state))
         if isinstance(value, numpy_random.RandomState):
-            return Source(lambda: value.get_state(legacy=False), value.set_state, _is_same_state)
+            return Source(lambda: value.get_state(legacy=False), value.set_state)
     return None
 
 
 def shared_sources() -> list[Source]:
     """Return the global generators of Python and NumPy."""
-    sources = [Source(random.getstate, random.setstate, operator.eq)]
+    sources = [Source(random.getstate, random.setstate)]
     numpy_random = _numpy_random()
     if numpy_random is not None:
-        sources.append(Source(lambda: numpy_random.get_state(legacy=False), numpy_random.set_state, _is_same_state))
+        sources.append(Source(lambda: numpy_random.get_state(legacy=False), numpy_random.set_state))
     return sources
 
 
@@ -94,16 +74,9 @@ def default_sources(devices: Iterable[torch.device]) -> list[Source]:
 
 
 def _of_torch(generator: torch.Generator) -> Source:
-    return Source(generator.get_state, generator.set_state, torch.equal)
-
-
-def _is_same_state(one: Any, other: Any) -> bool:
-    """Compare states of NumPy: names, numbers and arrays, in nested dictionaries."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same_state(item, other[key]) for key, item in one.items())
-    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+    return Source(generator.get_state, generator.set_state)
 
 
 def _numpy_random() -> Any:
-    """Return ``numpy.random``; ``None`` if the program has not imported it, since it cannot have drawn from it."""
+    """Asked for where it would be: who has not imported it has drawn nothing from it."""
     return sys.modules.get("numpy.random")

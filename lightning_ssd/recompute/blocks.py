@@ -22,7 +22,6 @@ from torch import nn
 from lightning_ssd.common.compiler import compiler_is_at_work
 from lightning_ssd.common.dtensor import has_groups_within
 from lightning_ssd.common.method_patch import MethodPatch
-from lightning_ssd.common.restore import put_back_all
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler
 from lightning_ssd.recompute.call_inputs import CallInputs
 from lightning_ssd.recompute.call_state import CallState
@@ -146,7 +145,6 @@ class Blocks:
     @contextmanager
     def observe(self, observer: BlockObserver) -> Iterator[None]:
         """Around a forward: tell ``observer`` of the blocks that run in this thread. An inner one takes over."""
-        put_back_all()
         before = self._active.observer
         if before is None and observer.wants_inputs:
             for wrapper in self._wrappers:
@@ -307,7 +305,7 @@ class _Wrapper(MethodPatch):
         if wanted and reason is None and has_groups_within(module):
             reason = refusal = "FSDP2 gathers parts of it on their own; give fully_shard the block as a whole"
         if wanted and reason is None:
-            state = CallState([module, *inputs.modules], inputs.functions)
+            state = CallState([module, *inputs.modules])
             if state.is_unmade:
                 return None  # without a word: later ones are
             reason = refusal = state.opaque

@@ -14,8 +14,7 @@ from lightning_ssd.common.tensors import PLAIN_TYPES
 
 __all__ = ["CallInputs", "fill", "is_plain"]
 
-# Their values never change, or Reach looks into them (functions), or they are the model's own business whether they
-# are called once or twice (modules).
+# Their values never change, or it is the model's own business whether they are called once or twice.
 _STEADY = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type, nn.Module),
     *(types.FunctionType, types.BuiltinFunctionType),
@@ -51,14 +50,12 @@ class CallInputs:
     Attributes:
         tensors: each tensor once.
         pattern: ``(args, kwargs)`` with places instead of tensors. Holds no tensor.
-        functions: arguments that may close over something.
         modules: arguments that are modules.
         opaque: why the call cannot be repeated from them; ``None`` if it can.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.functions: list[types.FunctionType] = []
         self.modules: list[nn.Module] = []
         self.opaque: str | None = None
         self._slots: dict[int, _Slot] = {}
@@ -73,9 +70,7 @@ class CallInputs:
                 self.tensors.append(value)
             return self._slots[id(value)]
         if not _is_container(value):
-            if isinstance(value, types.FunctionType):
-                self.functions.append(value)
-            elif isinstance(value, nn.Module):
+            if isinstance(value, nn.Module):
                 self.modules.append(value)
             elif not isinstance(value, _STEADY):
                 kind = type(value).__name__

@@ -1,16 +1,16 @@
 """One call of a module that keeps its inputs, and runs again in backward instead of keeping what it computed.
 
 The mechanism is PyTorch's own non-reentrant checkpoint (``torch.utils.checkpoint``), which sees to random numbers and
-autocast. What it leaves to its caller is done here, so that the results are those of the same call kept:
+autocast. What it leaves to its caller is done here:
 
-* What the call depends on and can be seen (``call_state.py``) is put back while it runs again: attributes, parameters,
-  buffers, parts and hooks, whatever lies within reach, modes of the process, context variables.
+* What the user may change by contract (``call_state.py``) is put back while the call is repeated: attributes,
+  parameters, buffers, parts and hooks of its modules, context variables.
 * What was edited in place since, or got other data, cannot be put back, and is an error.
-* What cannot be seen (globals, files, objects that cannot be looked into) is caught by its effect: what the repetition
-  saves is compared with what the call has saved (``fingerprint.py``).
+* All else (globals, modes of the process, objects that attributes refer to) is caught by its effect: what the
+  repetition saves is compared with what the call has saved (``fingerprint.py``).
 
-Each error comes before any gradient of the call is used. A tensor given twice stays one; lists that the forward fills
-are filled once. What lies out of reach is changed once more by each repetition.
+Each error comes before any gradient of the call is used. A tensor given twice stays one; lists among the arguments that
+the forward fills are filled once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from lightning_ssd.common.accelerators import is_capturing
 from lightning_ssd.common.collectives import MeetingCount
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
-from lightning_ssd.common.restore import num_noted, put_back_the_rest
 from lightning_ssd.common.rng import RandomStates, default_sources
 from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
 from lightning_ssd.recompute.call_inputs import CallInputs, fill, is_plain
-from lightning_ssd.recompute.call_state import CallState
+from lightning_ssd.recompute.call_state import CallState, contents_of, restore, restoring
 from lightning_ssd.recompute.fingerprint import Fingerprint
-from lightning_ssd.recompute.side_effects import hooks_of, restore_hooks
 
 __all__ = ["Recomputable", "Watched", "device_of", "recompute", "recompute_blocker", "watch"]
 
@@ -107,7 +105,7 @@ def recompute(
         inputs: made of ``first``; not ``opaque``.
         first: arguments and keyword arguments, as the caller gave them.
         block: is told if a repetition turns out not to be exact.
-        state: of the module and of modules and functions among the arguments; not ``opaque``.
+        state: of the module and of modules among the arguments; not ``opaque``.
         told: gets the sizes of the storages that the first repetition has saved: not those of weights and inputs.
 
     Raises:
@@ -179,7 +177,7 @@ def watch(
     block: Recomputable,
 ) -> tuple[Any, Watched]:
     """``run(*args, **kwargs)``, kept, and what it shows of whether it may be recomputed."""
-    state = CallState([module, *inputs.modules], inputs.functions)
+    state = CallState([module, *inputs.modules])
     watched = Watched(inputs)
     pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
 
@@ -275,24 +273,22 @@ class _Call:
         return result
 
     def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        number, hooks = num_noted(), [(tensor, hooks_of(tensor)) for tensor in tensors]
         # The first run needs what it has saved so far, and has not ended.
         self._asks_for_gradients = self._asks_for_gradients or not self._saved.is_closed
+        reason = self._state.change()
+        if reason is not None:
+            raise self._block.refuse(self._module, reason)
+        hooks = contents_of(tensors)  # of inputs that are not apart; a frozen one is the user's own
         # Where it asks for gradients, a repetition does so again, and they would be added once more.
         found = [tensor for reference in self._inner if (tensor := reference()) is not None]
         retained = [(tensor, tensor.grad) for tensor in found if tensor.retains_grad]
-        try:
-            with self._state.claim():
-                reason = self._state.why_not()
-                if reason is not None:
-                    raise self._block.refuse(self._module, reason)
-                self._repeat(tensors)
-        finally:
-            put_back_the_rest(number)
-            for tensor, before in hooks:  # inputs that were not apart; a frozen one is the user's own
-                restore_hooks(tensor, before)
+
+        def undo() -> None:
+            restore(hooks)
             for tensor, gradient in retained:
                 tensor.grad = gradient
+
+        restoring(lambda: self._repeat(tensors), undo)
 
     def _repeat(self, tensors: tuple[torch.Tensor, ...]) -> None:
         args, kwargs = self._arguments(tensors)
@@ -302,8 +298,8 @@ class _Call:
         sizes: dict[int, int] = {}
         seen = _seen_by(again, stops, sizes=sizes)
         try:
-            with self._state.as_before() as run_in_context, seen:
-                run_in_context(self._run, *args, **kwargs)
+            with seen:
+                self._state.as_before(self._run, *args, **kwargs)
         except BaseException as error:
             # Most often that of the checkpoint, which needs no more.
             if id(error) not in stops or not isinstance(error, Exception):
@@ -356,15 +352,15 @@ class _Call:
         if reason is not None:
             raise self._block.refuse(
                 self._module,
-                f"{reason}: it depends on something that has changed and cannot be seen, or does not repeat its bits",
+                f"{reason}: it depends on something that has changed and is not put back, or does not repeat its bits",
             )
 
     def _has_same_output(self, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> bool:
         """Run once more, to the end."""
         numbers.restore()
         args, kwargs = self._arguments(tensors)
-        with self._state.as_before() as run_in_context, saved_tensors_hooks(_nothing, _nothing):
-            output = _fingerprint_of(run_in_context(self._run, *args, **kwargs))
+        with saved_tensors_hooks(_nothing, _nothing):
+            output = _fingerprint_of(self._state.as_before(self._run, *args, **kwargs))
         return self._output is not None and self._output.difference(output) is None
 
 

@@ -58,11 +58,9 @@ def _compare(saved: Sequence[Tensor], state: CallState, *, full: bool) -> None:
 def _look(block: nn.Module) -> None:
     state = CallState([block])
     state.settle()
-    with state.claim():
-        if state.why_not() is not None:
-            raise RuntimeError("a block that nobody touched was found to have changed")
-        with state.as_before():
-            pass
+    if state.change() is not None:
+        raise RuntimeError("a block that nobody touched was found to have changed")
+    state.as_before(int)
 
 
 def shares(*, batch: int, length: int, width: int, rounds: int) -> dict[str, float]:

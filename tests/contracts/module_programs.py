@@ -33,7 +33,6 @@ class Settings:
 
     def __init__(self) -> None:
         self.adapter = "one"
-        self.factors = [1.0, 2.0]
 
 
 class Exponential(nn.Module):
@@ -46,8 +45,6 @@ class Exponential(nn.Module):
 class Block(nn.Module):
     """Depends on all sorts of things, and saves products with them."""
 
-    number = 1.0
-
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -57,13 +54,14 @@ class Block(nn.Module):
         self.register_buffer("shift", torch.linspace(0.5, 1.5, WIDTH))
         self.adapters = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("one", "two")})
         self.gain = 1.0
+        self.factors = [2.0]
         self.mask: torch.Tensor | None = None
         self.settings = settings
         parametrize.register_parametrization(self.linear, "bias", Exponential())
 
     def forward(self, x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
-        y = self.dropout(self.linear(self.norm(x) * self.scale + self.shift) * self.gain).sin()
-        y = (y * self.number * FACTOR.get() * ELSEWHERE["factor"] * self.settings.factors[0]).sin()
+        y = self.dropout(self.linear(self.norm(x) * self.scale + self.shift) * self.gain * self.factors[0]).sin()
+        y = (y * FACTOR.get() * ELSEWHERE["factor"]).sin()
         y = self.adapters[self.settings.adapter](y) if self.mask is None else y + self.mask
         y = (y * torch.full((WIDTH,), 1 / 3)).exp().to(x.dtype)
         heads = y.view(len(y), -1, 2, WIDTH // 2).transpose(1, 2)
@@ -272,21 +270,21 @@ CHANGES: dict[str, Change] = {
     "attribute for each forward": Change(prepare=lambda net, number: _by_number(net, number, "gain")),
     "hook in forward": Change(around=_hooked),
     "hook in backward": Change(later=_hooked),
-    "hook of all modules in forward": Change(around=_hooked_everywhere),
+    "hook of all modules in forward": Change(around=_hooked_everywhere, refused=True),
     "forward patched on an instance": Change(
         around=_set(lambda block: block.norm, "forward", lambda block: lambda x: x * 2)  # type: ignore[attr-defined]
     ),
     "forward of a class patched in backward": Change(
-        later=_set(lambda block: Exponential, "forward", lambda block: lambda self, x: x.sin() * 2)
+        later=_set(lambda block: Exponential, "forward", lambda block: lambda self, x: x.sin() * 2), refused=True
     ),
-    "class attribute in forward": Change(around=_set(type, "number", 3.0)),
     "context variable in forward": Change(around=_in_context),
-    "default dtype in forward": Change(around=_default_dtype),
-    "default dtype in backward": Change(later=_default_dtype),
+    "default dtype in backward": Change(later=_default_dtype, refused=True),
     "default device in backward": Change(later=lambda net: torch.device("meta")),
-    "adapter name in forward": Change(around=lambda net: _set(lambda _: net.settings, "adapter", "two")(net)),
-    "list in backward": Change(later=lambda net: _item(lambda net: net.settings.factors, 0, 3.0, net)),
-    "closure over a loop variable": Change(around=_gives_functions),
+    "adapter name in forward": Change(
+        around=lambda net: _set(lambda _: net.settings, "adapter", "two")(net), refused=True
+    ),
+    "list in backward": Change(later=lambda net: _item(lambda net: net.blocks[0].factors, 0, 3.0, net)),  # type: ignore[attr-defined]
+    "closure over a loop variable": Change(around=_gives_functions, refused=True),
     "buffer replaced": Change(later=_set(lambda block: block, "scale", lambda block: block.scale * 3)),
     "parameter replaced": Change(later=_other_parameter),
     "data of a buffer swapped": Change(later=_other_data(lambda block: block.scale, swap=True), refused=True),
@@ -296,19 +294,17 @@ CHANGES: dict[str, Change] = {
     "data of a buffer edited": Change(later=_other_data(lambda block: block.scale, swap=False), refused=True),
     "buffer edited": Change(later=_edited(lambda block: block.shift), refused=True),
     "bias edited": Change(later=_edited(lambda block: block.adapters["one"].bias), refused=True),
-    "sdpa_kernel in forward": Change(around=lambda net: sdpa_kernel(SDPBackend.MATH)),
-    "sdpa_kernel in backward": Change(later=lambda net: sdpa_kernel(SDPBackend.MATH)),
-    "unfrozen before backward": Change(around=_frozen),
+    "sdpa_kernel in forward": Change(around=lambda net: sdpa_kernel(SDPBackend.MATH), refused=True),
+    "unfrozen before backward": Change(around=_frozen, refused=True),
     "attribute reset to None": Change(around=_set(lambda block: block, "mask", lambda block: torch.ones(WIDTH))),
-    "parametrize.cached": Change(around=lambda net: parametrize.cached()),
+    "parametrize.cached": Change(around=lambda net: parametrize.cached(), refused=True),
     "training mode": Change(around=_evaluating),
     "autocast in forward": Change(around=lambda net: torch.autocast("cpu", dtype=torch.bfloat16)),
     "autocast in backward": Change(later=lambda net: torch.autocast("cpu", dtype=torch.bfloat16)),
     "deterministic algorithms in backward": Change(later=lambda net: _deterministic()),
     "out of reach": Change(later=lambda net: _item(lambda net: ELSEWHERE, "factor", 3.0, net), refused=True),
 }
-"""What may change; the names of those that have no guard but the fingerprint, and others that cannot be put back, are
-``refused``."""
+"""What may change; what lies outside of the contract, or was edited in place, is ``refused``."""
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from lightning_ssd.planning.planner import make_plan
 from lightning_ssd.planning.recompute_trace import recomputable
 from lightning_ssd.recompute.call_state import CallState
 from lightning_ssd.recompute.fingerprint import Fingerprint
-from lightning_ssd.recompute.global_modes import GlobalModes
-from lightning_ssd.recompute.side_effects import SideEffectSnapshot
 from tests.contracts.module_programs import CHANGES, ModuleProgram
 from tests.support.helpers import Raised, Session, Setup, assert_identical, open_offloader, outcome
 
@@ -100,45 +97,20 @@ def test_many_random_programs(tmp_path: Path) -> None:
 # -- it finds what it is there to find -------------------------------------------------------------------------------
 
 
-@contextmanager
-def _only_context(state: Any) -> Any:
-    yield lambda function, *args, **kwargs: function(*args, **kwargs)
-
-
-def _without_reach(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SideEffectSnapshot, "as_before", lambda reach: nullcontext())
-
-
-def _without_modes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GlobalModes, "as_before", lambda modes: nullcontext())
+def _without_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CallState, "as_before", lambda state, run, *args, **kwargs: run(*args, **kwargs))
 
 
 def _without_looking(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SideEffectSnapshot, "change", lambda reach: None)
+    patch.setattr(CallState, "change", lambda state: None)
 
 
-def _without_context(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CallState, "as_before", _only_context)
-
-
-MENDS: dict[str, Callable[[pytest.MonkeyPatch], None]] = dict.fromkeys(CHANGES, _without_reach) | {
-    "default dtype in forward": _without_modes,
-    "default dtype in backward": _without_modes,
-    "sdpa_kernel in forward": _without_modes,
-    "sdpa_kernel in backward": _without_modes,
-    "parametrize.cached": _without_modes,
-    "context variable in forward": _without_context,
-    "data of a buffer swapped": _without_looking,
-    "data of a parameter swapped": _without_looking,
-    "buffer edited": _without_looking,
-    "bias edited": _without_looking,
-    "data of a buffer edited": _without_looking,
-    "out of reach": _without_looking,
+# PyTorch's checkpoint looks after some by itself, or they change nothing here; some have no guard but the fingerprint.
+MENDS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    name: _without_looking if change.refused else _without_state
+    for name, change in CHANGES.items()
+    if name.split(" in ")[0] not in ("nothing", "autocast", "default device", "deterministic algorithms")
 }
-# PyTorch's checkpoint looks after these by itself, or they change nothing here.
-for _name in CHANGES:
-    if _name == "nothing" or _name.split(" in ")[0] in ("autocast", "default device", "deterministic algorithms"):
-        del MENDS[_name]
 
 
 @pytest.mark.parametrize("name", MENDS)

@@ -1,0 +1,99 @@
+"""What is put back for a repetition is as it was afterwards: also where Ctrl-C comes anywhere in it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd.recompute import call_state
+from lightning_ssd.recompute.call_state import CallState
+from tests.parity.recomputing import EVERY, Recomputing
+from tests.support.interrupted_points import PointsIn
+
+REPETITION = ("recompute/call_state.py", "recompute/checkpointed_call.py", "recompute/fingerprint.py", "common/rng.py")
+
+
+class Block(nn.Module):
+    """Changes one of each kind of what is put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.generator = torch.Generator().manual_seed(3)
+        self.calls, self.inputs = 0, [0.0]
+        self.names, self.kinds = {"first": 0}, {0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.inputs.append(float(x.detach().sum()))
+        self.names = {**self.names, "last": self.calls}
+        self.names["first"] += 1
+        self.kinds.add(self.calls)
+        x.register_hook(lambda gradient: gradient / 3)
+        self.linear.weight.register_hook(lambda gradient: gradient / 3)
+        noise = torch.rand(8, generator=self.generator) * self.calls
+        return (self.norm(self.linear(x)) * noise * random.random()).tanh()
+
+
+def state_of(net: nn.Module, *tensors: torch.Tensor) -> Any:
+    remembered = [
+        (block.calls, list(block.inputs), list(block.names.items()), sorted(block.kinds), block.generator.get_state())
+        for block in net.children()
+        if isinstance(block, Block)
+    ]
+    hooks = [len(tensor._backward_hooks or ()) for tensor in (*net.parameters(), *tensors)]
+    return repr((remembered, [b.tolist() for b in net.buffers()], hooks, random.getstate(), torch.get_rng_state()))
+
+
+def test_one_interrupt_anywhere_leaves_all_as_it_was() -> None:
+    points, num = PointsIn(*REPETITION), 0
+    while True:
+        net = nn.Sequential(Block(), Block())
+        x = torch.ones(4, 8).requires_grad_()
+        session = Recomputing(EVERY, classes=("Block",))
+        session.register(net)
+        with session.saved():
+            loss = net(x).sum()
+            net(torch.randn(4, 8, requires_grad=True))  # changes all once more
+        before = state_of(net, x)
+        if points.interrupt(loss.backward) is None:
+            break
+        assert state_of(net, x) == before, points.where
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        num += 1
+    assert state_of(net, x) == before
+    assert num > 100
+
+
+def test_the_check_of_interrupts_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(call: Any, undo: Any) -> Any:
+        try:
+            return call()
+        finally:
+            undo()
+
+    monkeypatch.setattr(call_state, "restoring", once)
+    with pytest.raises(AssertionError, match="call_state"):
+        test_one_interrupt_anywhere_leaves_all_as_it_was()
+
+
+def test_what_began_as_it_ended_is_put_back_all_the_same() -> None:
+    """That nobody seems to have drawn from a generator tells nothing."""
+    random.seed(7)
+    state = CallState([nn.Linear(2, 2)])
+    random.seed(7)  # the call
+    assert state.settle() is None
+    drawn = random.random()
+    before = random.getstate()
+    state.as_before(random.seed, 7)
+    assert random.getstate() == before
+    assert random.random() != drawn
+
+
+def test_arguments_may_have_any_name() -> None:
+    state = CallState([nn.Linear(2, 2)])
+    assert state.as_before(dict, run=1, self=2) == {"run": 1, "self": 2}
