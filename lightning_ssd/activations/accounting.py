@@ -217,5 +217,5 @@ class _Nothing:
     """Is dead at once."""
 
 
-NO_LEASE = Death(_Nothing(), deque[Any]().append)
+NO_LEASE = Death(_Nothing())
 """In the place of one that is over, because the death and its record refer to each other."""
