@@ -26,7 +26,7 @@ class Source(NamedTuple):
 
 
 class RandomStates:
-    """What random numbers will come next from some sources."""
+    """States of several sources at one time."""
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
         self._states = [(source, source.read()) for source in sources]
