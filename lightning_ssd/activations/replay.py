@@ -12,6 +12,7 @@ lock: one for each group, and one for each look ahead.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,7 @@ def hooks_of(
     pack_moved, is_capturing, holds = cache.pack_moved, cache.is_capturing, cache.graph_memory.holds
     num_expected, left_bytes = len(expected), 0
     clock, current_node, strided, plain = time.perf_counter, torch._C._current_autograd_node, torch.strided, PLAIN_TYPES
-    empty = torch.empty
+    empty, pid = torch.empty, os.getpid()
     given, given_bytes, budget, protect = fetcher.given, 0, cache.budget, cache.copies.protect
     is_host = not cache.copies.is_asynchronous
     KEPT, TAKEN_BACK, RELOADED = State.KEPT, State.TAKEN_BACK, State.RELOADED
@@ -183,12 +184,12 @@ def hooks_of(
         nonlocal given_bytes
         alias, (dtype, size, stride, offset, is_conj, is_neg) = probe.alias, spec
         begin_s, record, storage, cursor = clock(), lease.record, lease.storage, current.cursor
-        state, copy = record.state, record.copy
+        state, copy, is_fork = record.state, record.copy, os.getpid() != pid
         mark = None if copy is None else copy.mark
         if (
             storage is None
+            or is_fork  # and may take no lock
             or not (state is RELOADED or state is TAKEN_BACK or state is KEPT)
-            or not (mark is None or mark is PASSED or mark.query())
             or alias._version != probe.saved
             or storage.nbytes() < record.nbytes
             # Nothing else is noted later: the first one of a backward, those of a budget, of traces and of records.
@@ -198,6 +199,7 @@ def hooks_of(
             or is_conj
             or is_neg
             or is_inference()
+            or not (mark is None or mark is PASSED or mark.query())
         ):
             return None
         index = record.index

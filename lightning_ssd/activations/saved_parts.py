@@ -62,7 +62,7 @@ class SavedParts:
         self.is_whole = new == (0, ((1, self._nbytes),))
 
 
-WHOLE = SavedParts(0, torch.empty(0))
+WHOLE = SavedParts(0, torch.empty(0, device="cpu"))
 """Parts of storages whose first saved tensor shows all of them: none is ever added."""
 
 

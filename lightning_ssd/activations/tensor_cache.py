@@ -391,8 +391,8 @@ class TensorCache:
             self.accounting.settle()
             self._deferred.drop()
             self._group.drop()
-            for record in list(self.by_storage.values()):
-                if isinstance(record, SavedStorage) and record.state is State.QUEUED:
+            for record in list(self.accounting.writes):
+                if record.state is State.QUEUED:
                     record.forward()
 
     def abort(self) -> None:
@@ -631,8 +631,9 @@ class TensorCache:
         origin = None if node is None else new_tuple(Origin, (node.name(), tensor.output_nr))
         mark = self.copies.mark() if self.copies.is_asynchronous else PASSED
         lease = open_saved(self.accounting, current, storage, nbytes, probe, WHOLE, mark)
-        self.by_storage[storage._cdata] = record = lease.record
+        record = lease.record
         record.num_tensors = 1
+        self.by_storage[storage._cdata] = record
         if self._group.add(record, placement, self.accounting.most_saved_bytes):
             with self.accounting.lock:
                 self.accounting.settle()
@@ -744,6 +745,10 @@ class TensorCache:
 
     def _send_group(self) -> None:
         """Queue the writes of what leaves together. The lock is held."""
+        if self.fetcher.is_closed:
+            self._group.drop()
+            return
+        self.fetcher.note_given()  # what is in use stays
         ssd, host, to_drives, largest_bytes = self._tiers.ssd, self._tiers.host, [], 0
         for record, placement in self._group.taken():
             if placement is Placement.HOST and host is not None and record.queue_write(host, record.produced):

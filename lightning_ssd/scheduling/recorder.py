@@ -246,12 +246,12 @@ class Recorder:
     def hook_s(self, end: Stamp) -> float:
         """Return what hooks took from the pass that was over at ``end``, without our own part and stalls, in seconds.
 
-        Stalls are in hooks, and they are accounted by themselves.
+        On a CPU stalls are in hooks, and they are accounted by themselves. On a device the stream waits, as a rule.
         """
         device = self._device(end)
         spent_s, own_s = (sum(map(device.lost_s, spans)) for spans in (self._hooks, self._own))
-        stalled_s = sum(stop_s - begin_s for begin_s, stop_s in self._since_begin(self._stalls))
-        return max(spent_s - own_s - stalled_s, 0.0)
+        stalls = [] if self._clock.lag else self._since_begin(self._stalls)
+        return max(spent_s - own_s - sum(stop_s - begin_s for begin_s, stop_s in stalls), 0.0)
 
     def trace(self, end: Stamp, refused: Collection[str] = ()) -> Trace:
         """Sum up the pass, which was over at ``end``. On CUDA this waits for the device.

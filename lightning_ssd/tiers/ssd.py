@@ -125,6 +125,7 @@ class SsdTier:
         self._chunk_bytes = max(chunk_bytes // backend.block_bytes, 1) * backend.block_bytes
         self._arenas: list[Arena] = []
         self._drive = drive
+        self._num_workers = num_workers * max(len(directories), 1)
         self._begins_at = deque([first % max(len(directories), 1)])  # once
         self._refusing: set[int] = set()  # directories that no write goes to any more
         self.num_retries = 0
@@ -317,17 +318,24 @@ class SsdTier:
         step = self._chunk_bytes
         return [(start + done, min(step, nbytes - done)) for done in range(0, nbytes, step)]
 
-    def join(self, runs: Iterable[tuple[int, _Run]]) -> list[list[_Run]]:
-        """Cut what is to be run for so many bytes each into chunks. Small ones become one."""
-        chunks: list[list[_Run]] = []
-        left_nbytes = 0
-        for nbytes, run in runs:
-            if nbytes > left_nbytes or not chunks:
-                chunks.append([])
-                left_nbytes = self._chunk_bytes
-            chunks[-1].append(run)
-            left_nbytes -= nbytes
-        return chunks
+    def num_chunks(self, nbytes: int) -> int:
+        """Return the number of chunks that a storage is cut into at most."""
+        return max(-(-nbytes // self._chunk_bytes), 1)
+
+    def join(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Return which pieces make a chunk: small ones become one, as long as each worker has something to do.
+
+        Args:
+            sizes: of the pieces.
+        """
+        most_bytes = min(self._chunk_bytes, -(-sum(sizes) // self._num_workers))
+        chunks, start, left_bytes = [], 0, most_bytes
+        for index, nbytes in enumerate(sizes):
+            if nbytes > left_bytes and index > start:
+                chunks.append((start, index))
+                start, left_bytes = index, most_bytes
+            left_bytes -= nbytes
+        return [*chunks, (start, len(sizes))]
 
     def piece(self, part: _Part, start: int, nbytes: int) -> Piece:
         """Return where a chunk of a part lies."""
@@ -338,12 +346,11 @@ class SsdTier:
         return [(part.lane, self.piece(part, *cut)) for part in parts for cut in self.cut(part.start, part.nbytes)]
 
 
-_Run = Callable[[], "_Outgoing | None"]
-"""Writes one piece. Returns the storage where it was the last one, and all that is left is to end."""
-
-
 class _Outgoing:
     """One storage on its way down.
+
+    It begins, and takes its place on the drive, when a worker gets to it: until then its owner may take it back, and
+    nothing holds its memory.
 
     Args:
         tier: gets it.
@@ -355,86 +362,76 @@ class _Outgoing:
         self.parts: list[_Part] = []
         self.moved_nbytes = 0
         """Bytes that go to drives, without the pieces that were no longer wanted."""
-        self.is_over = self.has_failed = False
-        self.is_unwanted = False
-        """Whether its owner has withdrawn it before it began."""
+        self.failed_nbytes = 0
         self.fault: BaseException | None = None
         """Error of telling the owner of the end, which its contract forbids."""
         self._tier = tier
         self._storage: torch.UntypedStorage | None = None
         self._edges: Edges | None = None
+        self._whole: _Part | None = None
+        self._cuts: list[tuple[int, int]] = []
         self._checksums: list[int | None] = []
+        self._check = False
         self._memory: Region | None = None
         self._missing_nbytes = 0  # of the pieces that were no longer wanted
-        self.error: BaseException | None = None
-        self._num_left = 0
+        self._error: BaseException | None = None
+        self._is_begun = self._is_over = False
+        self._num_left = self.num_pieces = tier.num_chunks(request.nbytes)
+        # Order: before the accounting lock, which the owner takes.
+        self._beginning = threading.Lock()
         # Guards the numbers, the parts and the error. A leaf lock.
         self._changing = threading.Lock()
 
-    def begin(self) -> list[tuple[int, _Run]]:
-        """Return what to run, each with its bytes; nothing where its owner wants it no more, or it has failed."""
+    def run(self, index: int) -> bool:
+        """Write one piece. Return whether it was the last one, so that all that is left is to end."""
         try:
-            return self._cut()
+            with self._beginning:
+                if not self._is_begun:
+                    self._is_begun = True
+                    self._begin()
+            if self._error is None and index < len(self._cuts):
+                self._store(index)
         except BaseException as error:
             forget_frames(error)
-            self.end(error)
-            return []
+            with self._changing:
+                self._error = self._error or error
+        with self._changing:
+            self._num_left -= 1
+            return not self._num_left
 
-    def _cut(self) -> list[tuple[int, _Run]]:
+    def _begin(self) -> None:
         request, tier = self.request, self._tier
         storage = self._storage = request.owner.write_begins()
         if storage is None:
-            self.is_over = self.is_unwanted = True
-            return []
+            self._is_over = True
+            return
         self._memory = check_size(storage, request.nbytes, request.label)
         edges = self._edges = tier.mover.edges(storage)
         head, body = len(edges.head), request.nbytes - len(edges.head) - len(edges.tail)
-        self.moved_nbytes = body
-        cuts = tier.cut(head, body)
+        self._cuts = tier.cut(head, body)
+        self._checksums = [None] * len(self._cuts)
+        self._check = tier.wants_check()
         # With one directory one extent, which leaves one hole. With several, a chunk belongs to the drive that is free.
-        whole = tier.allocate(head, body) if tier.num_directories == 1 else None
-        if whole is not None:
-            self.parts.append(whole)
-        self._checksums = [None] * len(cuts)
-        self._num_left = len(cuts)
-        check = tier.wants_check()
-        if not cuts:
-            self.end(None)
-        return [(cut[1], partial(self._run, i, storage, whole, cut, check)) for i, cut in enumerate(cuts)]
+        if tier.num_directories == 1:
+            self._whole = tier.allocate(head, body)
+            self.parts.append(self._whole)
+        self.moved_nbytes = body
 
-    def _run(
-        self, index: int, storage: torch.UntypedStorage, part: _Part | None, cut: tuple[int, int], check: bool
-    ) -> _Outgoing | None:
-        """See :data:`_Run`."""
-        error: BaseException | None = None
-        try:
-            if self.error is None:
-                self._store(index, storage, part, cut, check)
-        except BaseException as raised:
-            forget_frames(raised)
-            error = raised
-        with self._changing:
-            self.error = self.error or error
-            self._num_left -= 1
-            return None if self._num_left else self
-
-    def _store(
-        self, index: int, storage: torch.UntypedStorage, part: _Part | None, cut: tuple[int, int], check: bool
-    ) -> None:
-        if not self.request.owner.is_wanted():  # it was taken back, and would hold its memory as long as it is written
-            with self._changing:
+    def _store(self, index: int) -> None:
+        storage, cut, refused = self._storage, self._cuts[index], dict[int, OSError]()
+        if storage is None or not self.request.owner.is_wanted():
+            with self._changing:  # it was taken back, and would hold its memory as long as it is written
                 self._missing_nbytes += cut[1]
                 self.moved_nbytes -= cut[1]
             return
-        refused: dict[int, OSError] = {}
         while True:
-            place = self._place(*cut, refused) if part is None else part
+            place = self._place(*cut, refused) if self._whole is None else self._whole
             try:
                 piece = self._tier.piece(place, *cut)
-                self._checksums[index] = self._tier.mover.store(storage, piece, self.request.after, check=check)
+                self._checksums[index] = self._tier.mover.store(storage, piece, self.request.after, check=self._check)
                 return
             except OSError as error:
-                if part is not None:
+                if self._whole is not None:
                     raise
                 with self._changing:
                     self.parts.remove(place)
@@ -450,13 +447,13 @@ class _Outgoing:
             self.parts.append(place)
         return place
 
-    def end(self, error: BaseException | None) -> None:
-        """Tell the owner, once. Its memory may go."""
-        if self.is_over:
+    def end(self, error: BaseException | None = None) -> None:
+        """Tell the owner, once, and let go of the memory."""
+        if self._is_over:
             return
-        self.is_over, self.has_failed = True, error is not None
+        self._is_over = True
         try:
-            self._tell(error)
+            self._tell(self._error or error)
         except BaseException as raised:
             forget_frames(raised)
             self.fault = raised
@@ -479,9 +476,8 @@ class _Outgoing:
             )
         else:
             self._tier.free_parts(self.parts)
-            self.moved_nbytes = 0
+            self.parts, self.moved_nbytes, self.failed_nbytes = [], 0, request.nbytes
         del storage
-        self.has_failed = error is not None
         request.owner.write_ended(stored, error)
 
 
@@ -491,54 +487,54 @@ class _Write(Transfer):
     def __init__(self, tier: SsdTier, requests: Sequence[WriteRequest]) -> None:
         super().__init__("write", sum(request.nbytes for request in requests))
         self._tier = tier
-        self._requests: Sequence[WriteRequest] = requests
-        self._outgoing: list[_Outgoing] = []
-        # Guards the bytes that move, and whether any have failed. A leaf lock.
+        self._outgoing = [_Outgoing(tier, request) for request in requests]
+        # Guards the bytes that have moved. A leaf lock.
         self._counting = threading.Lock()
 
     def begin(self) -> Sequence[Chunk] | None:
-        self._outgoing = [_Outgoing(self._tier, request) for request in self._requests]
         self._wait_for_producers()
-        self._requests = ()
-        runs = [run for outgoing in self._outgoing for run in outgoing.begin()]
-        chunks: list[Chunk] = [partial(self._run, chunk) for chunk in self._tier.join(runs)]
-        self._count()
-        return None if all(outgoing.is_unwanted for outgoing in self._outgoing) else chunks
+        pieces = [(outgoing, index) for outgoing in self._outgoing for index in range(outgoing.num_pieces)]
+        sizes = [outgoing.request.nbytes // outgoing.num_pieces for outgoing, _ in pieces]
+        return [partial(self._run, pieces[start:stop]) for start, stop in self._tier.join(sizes)]
 
     def _wait_for_producers(self) -> None:
-        """Wait here, so that the rate is the drive's, and a take-back saves the write."""
-        last = {request.after.stream: request.after for request in self._requests if request.after is not None}
+        """Wait here, so that the rate is the drive's, and a take-back saves the write.
+
+        Of marks of one stream the last one is waited for; each copy waits for its own besides.
+        """
+        marks = [outgoing.request.after for outgoing in self._outgoing]
+        last = {mark.stream: mark for mark in marks if mark is not None}
         if last:
             with self.not_busy():
                 for mark in last.values():
                     mark.synchronize()
 
-    def _run(self, runs: list[_Run]) -> None:
-        runs.reverse()
-        while runs:
-            done = runs.pop()()  # and let go of: it holds the memory that goes with the end
-            if done is not None:
-                done.end(done.error)
+    def _run(self, pieces: Sequence[tuple[_Outgoing, int]]) -> None:
+        for outgoing, index in pieces:
+            if outgoing.run(index):
+                outgoing.end()
                 self._count()
 
     def _count(self) -> None:
         with self._counting:
             self.nbytes = sum(outgoing.moved_nbytes for outgoing in self._outgoing)
-            self.has_failed = any(outgoing.has_failed for outgoing in self._outgoing)
+            self.failed_nbytes = sum(outgoing.failed_nbytes for outgoing in self._outgoing)
 
     def shares(self) -> Sequence[tuple[int | None, int]]:
+        if not self.nbytes:
+            return []
         return self._tier.shares([part for outgoing in self._outgoing for part in outgoing.parts], self.nbytes)
 
     def finish(self, error: BaseException | None) -> None:
         for outgoing in self._outgoing:  # those that an unexpected error has left
             outgoing.end(error)
-        self._requests = ()
         fault = next((outgoing.fault for outgoing in self._outgoing if outgoing.fault is not None), None)
+        self._outgoing.clear()
         if fault is not None:
             raise fault
 
     def discard(self) -> None:
-        self._requests = ()
+        self._outgoing.clear()
 
 
 class _Read(Transfer):

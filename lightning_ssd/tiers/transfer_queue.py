@@ -43,8 +43,8 @@ class Transfer(ABC):
 
     lanes: Sequence[int] | None = None
     """The lane of each chunk, known when :meth:`begin` has returned; ``None``: any worker may run any of them."""
-    has_failed = False
-    """Whether a part of it has failed, of which its owner knows."""
+    failed_nbytes = 0
+    """Bytes of parts that have failed, of which their owners know."""
     outlasts = False
     """Whether bytes may still move on the device when the move has ended for those who wait: :meth:`settle` is called
     then, and the move's event and the busy time go on until it returns."""
@@ -466,7 +466,10 @@ class TransferQueue:
             self._record(transfer, error or late_error)
 
     def _record(self, transfer: Transfer, error: BaseException | None) -> None:
-        for drive, nbytes in transfer.shares():
+        moved = [(drive, nbytes, error is not None) for drive, nbytes in transfer.shares()]
+        if transfer.failed_nbytes:
+            moved.append((None, transfer.failed_nbytes, True))
+        for drive, nbytes, has_failed in moved:
             self._events.append(
                 TransferEvent(
                     direction=transfer.direction,
@@ -476,7 +479,7 @@ class TransferQueue:
                     end_s=time.perf_counter(),
                     tier=self._tier,
                     urgent=transfer.urgent,
-                    failed=error is not None or transfer.has_failed,
+                    failed=has_failed,
                     drive=drive,
                 )
             )

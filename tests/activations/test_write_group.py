@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.activations.saved_storage import SavedStorage
+from lightning_ssd.activations.storage_state import State
 from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.activations.write_group import WriteGroup
+from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.scheduling.pass_program import PassProgram
+from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tiers.ssd import SsdTier
+from tests.support.faults import FaultyBackend
 from tests.support.helpers import EAGER, open_offloader
+from tests.support.patience import PATIENCE_S
 
 SIDE = 64
 NBYTES = SIDE * SIDE * 4
@@ -101,3 +111,59 @@ def test_an_edit_after_it_was_saved_is_an_error(tmp_path: Path, monkeypatch: pyt
             RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"
         ):
             y.backward(torch.ones_like(y))
+
+
+def test_a_failed_step_takes_back_what_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job that waits for the drive: its memory returns with the graph, whatever the drive does."""
+    program = PassProgram((NBYTES,) * 40, bytes(40))
+    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    may_write = threading.Event()
+
+    def stuck(index: int) -> None:
+        assert may_write.wait(PATIENCE_S)
+
+    def wrap(inner: Backend) -> Backend:
+        return FaultyBackend(inner, fail_write=stuck)
+
+    policy = OffloadPolicy(activations="offload", min_tensor_bytes=1)
+    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
+    with Offloader(policy=policy, hardware=hardware, _wrap_backend=wrap) as offloader:
+        offloader._cache.accounting.most_saved_bytes = 1 << 40
+        x = torch.rand(SIDE, SIDE).requires_grad_()
+        try:
+            with offloader.saved_tensors():
+                y = x * 1
+                for _ in range(16):
+                    y = y.sin()
+            records = list(offloader._cache.by_storage.values())
+            deadline_s = time.monotonic() + PATIENCE_S
+            while not any(record.state is State.WRITING for record in records):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.001)
+            keys = [record.identity for record in records if isinstance(record, SavedStorage)]
+            offloader.abort()
+            assert sum(record.state is State.WRITING for record in records) <= 2, "one for each worker"
+            assert offloader.stats.writes_cancelled_bytes >= 13 * NBYTES
+            del y
+            assert sum(key.alive() for key in keys) <= 2
+        finally:
+            may_write.set()
+
+
+def test_a_fork_that_goes_on_with_backward_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies of locks may be held for ever."""
+    program = PassProgram((NBYTES,) * 40, bytes(40))
+    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    with open_offloader(tmp_path, EAGER) as offloader:
+        x = torch.rand(SIDE, SIDE).requires_grad_()
+        with offloader.saved_tensors():
+            y = (x * 1).sin().sin().sin()
+        offloader.flush()
+        y.backward(torch.ones_like(y), retain_graph=True)
+        real = os.getpid()
+        monkeypatch.setattr(os, "getpid", lambda: real + 1)
+        try:
+            with pytest.raises(OffloaderClosedError, match="fork"):
+                y.backward(torch.ones_like(y), retain_graph=True)
+        finally:
+            monkeypatch.undo()

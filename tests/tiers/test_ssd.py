@@ -462,28 +462,25 @@ def test_storages_of_one_job_end_and_fail_each_by_itself(tmp_path: Path) -> None
             tier.read(owner, owner.place, CPU, urgent=True).wait()
             assert owner.is_right()
     written = [event for event in events.drain() if isinstance(event, TransferEvent) and event.direction == "write"]
-    assert [event.failed for event in written] == [True], "one event for the job, which names its failure"
+    assert sorted((event.failed, event.nbytes) for event in written) == [(False, 32 * KIB), (True, 16 * KIB)]
 
 
-def test_memory_returns_as_each_storage_of_a_job_ends(drive: Drive, tmp_path: Path) -> None:
+def test_a_job_holds_the_memory_of_what_it_writes_and_no_other(drive: Drive, tmp_path: Path) -> None:
     with tier_on(drive, tmp_path) as tier:
         owners = [Owner(random_storage(CHUNK, seed)) for seed in range(3)]
         keys = [StorageKey(owner.storage) for owner in owners if owner.storage is not None]
-
-        def let_go(owner: Owner) -> None:
-            owner.storage = None
 
         drive.may_write.clear()
         tier.write_all([WriteRequest(owner, CHUNK, None, "") for owner in owners])
         drive.wait_calls(1)
         for owner in owners:
-            let_go(owner)
-        assert all(key.alive() for key in keys)
+            owner.storage = None
+        assert [key.alive() for key in keys] == [True, False, False]
         drive.may_write.set()
         owners[0].wait()
         assert not keys[0].alive(), "its owner was told while the job still held its memory"
         tier.flush()
-        assert not any(key.alive() for key in keys)
+        assert [owner.calls for owner in owners] == [["begins", "written"], ["begins"], ["begins"]]
 
 
 def test_a_job_whose_producer_is_lost_tells_every_owner(drive: Drive, tmp_path: Path) -> None:
