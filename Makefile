@@ -60,7 +60,8 @@ bench: $(STAMP) ## measure storage against fio, and steps against keeping, recom
 	$(BIN)/python -m recipes.benchmarks.io --dir $(DIR)
 	$(BIN)/python -m recipes.benchmarks.step --dir $(DIR)
 
-compat: $(STAMP) ## fast tests in an environment for each Python, PyTorch and Lightning that can be had (slow)
+compat: $(STAMP) ## two public projects, then fast tests with each Python, PyTorch and Lightning that can be had (slow)
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python -m pytest -m compat tests/compat
 	$(BIN)/python -m tests.compat.matrix --pip-args='$(PIP_ARGS)' --out docs/results/compat_cpu.md $(ARGS)
 
 clean: ## remove the environment and caches; outputs/ stays

@@ -215,6 +215,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--any-build", action="store_true", help="also builds of PyTorch for GPUs (gigabytes each)")
     parser.add_argument("--python", action="append", help="only this version, such as 3.12; may be repeated")
     parser.add_argument("--torch", action="append", help="only versions that begin so, such as 2.13; may be repeated")
+    parser.add_argument("--lightning", action="append", help="the same for Lightning, such as 2.6.6")
     parser.add_argument("--pip-args", default=os.environ.get("PIP_ARGS", ""), help="more arguments for pip")
     parser.add_argument("--out", type=Path, help="write the result file here")
     return parser.parse_args(arguments)
@@ -227,7 +228,7 @@ def shown(args: argparse.Namespace) -> str:
         *(["--full"] if args.full else []),
         *(["--any-build"] if args.any_build else []),
     ]
-    for name in ("python", "torch"):
+    for name in ("python", "torch", "lightning"):
         words += [f"--{name} {value}" for value in getattr(args, name) or ()]
     return " ".join(words)
 
@@ -243,6 +244,8 @@ def plan(args: argparse.Namespace) -> tuple[list[Combination], dict[str, Path]]:
         torches[version] = [(t, why) for t, why in tried if not args.torch or t.startswith(tuple(args.torch))]
     names = versions_found("lightning", PYTHONS[0], pip_args)
     lightnings = [name for name in names if numbers(name) >= FIRST_LIGHTNING and numbers(name) not in MALICIOUS]
+    if args.lightning:
+        lightnings = [name for name in lightnings if name.startswith(tuple(args.lightning))]
     return combinations(torches, lightnings, [v for v in pythons if v not in found], full=args.full), found
 
 
