@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_ssd.common.tensors import PLAIN_TYPES
 
-__all__ = ["CallInputs", "fill", "is_plain"]
+__all__ = ["CallInputs", "apart", "fill", "is_plain"]
 
 # Their values never change, or it is the model's own business whether they are called once or twice.
 _STEADY = (
@@ -36,6 +36,14 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and _has_version(tensor)
     )
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Return these bytes, with a node of their own."""
+    if tensor.grad_fn is None or not is_plain(tensor):
+        return tensor
+    leaf = tensor.detach().requires_grad_()
+    return leaf.view_as(leaf)
 
 
 class _Slot(int):

@@ -9,11 +9,12 @@ forward changes, it changes once more, as with PyTorch's own checkpoint.
 from __future__ import annotations
 
 import contextvars
+import copy
 import operator
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,12 +25,15 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.rng import RandomStates, shared_sources, source_of
 from lightning_ssd.common.tensors import StorageKey, storage_of
+from lightning_ssd.recompute.call_inputs import apart, is_plain
 from lightning_ssd.recompute.fingerprint import differs
 
 __all__ = ["CallState", "contents_of", "restore", "restoring"]
 
 _SMALL_BYTES = 64 << 10
-_CONTAINERS = (dict, list, set, deque)
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
+_PLAIN_CONTAINERS = frozenset({*_CONTAINERS, defaultdict})
+"""They run none of the user's code when they are read or copied."""
 _OF_MODULES = frozenset(nn.Module().__dict__)
 # Not looked at. The object of a proxy may be dead.
 _STEADY = frozenset({bool, int, float, complex, str, bytes, type(None), weakref.ProxyType, weakref.CallableProxyType})
@@ -37,7 +41,6 @@ _NOT_LOOKED_INTO = (nn.Module, nn.UninitializedParameter, nn.UninitializedBuffer
 _ABSENT = object()
 
 _T = TypeVar("_T")
-_Buffers = dict[str, torch.Tensor | None]
 _Contents = list[tuple[Any, list[Any]]]
 """Modules, containers and tensors, each with its items: attributes, what is in it, or its hooks."""
 
@@ -59,8 +62,17 @@ class CallState:
         self._sources = shared_sources()
         self._context = contextvars.copy_context()
         self._tensors: list[_Tensor] = []
-        self._buffers: list[tuple[nn.Module, str, torch.Tensor, int, torch.Tensor]] = []
-        self._copies: list[tuple[_Buffers, str, torch.Tensor]] = []
+        self._containers: _Contents = []
+        """The user's; those that a module consists of are among the places."""
+        self._buffers: list[_Buffer] = []
+        self._copies: dict[int, torch.Tensor] = {}
+        self._edited: list[_Buffer] = []
+        self._has_graphs = False
+        """Whether any tensor was computed by an earlier call."""
+        self._has_copies = False
+        """Whether some containers are copies."""
+        self.changed_twice: str | None = None
+        """A buffer that a repetition has edited although it was given a copy. Its bytes were put back."""
         for part in parts:
             self._enter(part)
         self._numbers = RandomStates(self._sources)
@@ -68,55 +80,93 @@ class CallState:
         """Addresses of storages whose identity and version are compared."""
 
     def _enter(self, part: nn.Module) -> None:
-        kind = type(part).__name__
+        owner = type(part)
+        if isinstance(part, torch.jit.ScriptModule) or any(map(_has_slots, owner.__mro__)):
+            self.opaque = f"a {owner.__name__} keeps attributes outside of its __dict__, which cannot be put back"
+            return
         self._places.append((part, _items(part)))
         for name, value in part.__dict__.items():
             if not issubclass(type(value), _CONTAINERS):
-                self._look(f"{kind}.{name}", value)
+                self._look(owner, name, value)
                 continue
-            self._places.append((value, _items(value)))
+            items, is_own = _items(value), name in _OF_MODULES
+            (self._places if is_own else self._containers).append((value, items))
             if name == "_buffers":
-                self._buffers += [
-                    (part, key, buffer, buffer._version, buffer.detach().clone())
-                    for key, buffer in part._buffers.items()
-                    # What inference mode has made, nothing edits outside of it.
-                    if not (buffer is None or isinstance(buffer, nn.UninitializedBuffer) or buffer.is_inference())
-                ]
+                self._enter_buffers(part)
                 continue
-            for key, item in value.items() if isinstance(value, dict) else zip(repeat(name), value):
-                self._look(f"{kind}.{key if name in _OF_MODULES else name}", item)
+            for key, item in _pairs(items) if isinstance(value, dict) else zip(repeat(name), items):
+                self._look(owner, key if is_own else name, item)
 
-    def _look(self, label: str, value: Any) -> None:
+    def _enter_buffers(self, part: nn.Module) -> None:
+        for name, buffer in part._buffers.items():
+            # What inference mode has made, nothing edits outside of it.
+            if buffer is None or isinstance(buffer, nn.UninitializedBuffer) or buffer.is_inference():
+                continue
+            self._has_graphs = self._has_graphs or _has_graph(buffer)
+            if id(buffer) not in self._copies:
+                self._copies[id(buffer)] = buffer.detach().clone()
+            self._buffers.append(_Buffer(part, name, buffer, buffer._version, self._copies[id(buffer)]))
+
+    def _look(self, owner: type, name: str, value: Any) -> None:
         kind = type(value)
         if kind in _STEADY or issubclass(kind, _NOT_LOOKED_INTO):
             return
         if issubclass(kind, torch.Tensor):
             if not value.is_inference():
-                self._tensors.append(_Tensor.of(label, value))
+                self._tensors.append(_Tensor.of(owner, name, value))
+                self._has_graphs = self._has_graphs or _has_graph(value)
+        elif kind is tuple:
+            self._has_graphs = self._has_graphs or _has_graph(value)
         elif (source := source_of(value)) is not None:
             self._sources.append(source)
         elif hasattr(kind, "__next__") and getattr(value, "gi_frame", value) is not None:  # not a generator at its end
-            self.opaque = f"{label} leads to a {kind.__name__}, which cannot be put back"
+            self.opaque = f"{owner.__name__}.{name} leads to a {kind.__name__}, which cannot be put back"
 
     def settle(self) -> str | None:
         """After the call: keep what is needed to repeat it. Returns what was edited in place and cannot be put back."""
         edited = next(filter(None, (seen.edit() for seen in self._tensors)), None)
-        self._copies = self._edited_buffers()
-        kept = {id(copy) for *_, copy in self._copies}
+        self._edited = self._edited_buffers()
+        kept = {id(seen.buffer) for seen in self._edited}
         self._tensors += [
-            _Tensor.of(f"{type(part).__name__}.{name}", buffer)
-            for part, name, buffer, _, copy in self._buffers
-            if id(copy) not in kept
+            _Tensor.of(type(seen.part), seen.name, seen.buffer) for seen in self._buffers if id(seen.buffer) not in kept
         ]
         self._buffers.clear()
+        self._copies.clear()
         return edited
 
-    def _edited_buffers(self) -> list[tuple[_Buffers, str, torch.Tensor]]:
-        return [
-            (part._buffers, name, copy)
-            for part, name, buffer, version, copy in self._buffers
-            if _is_edited(part, buffer, version, copy)
-        ]
+    def _edited_buffers(self) -> list[_Buffer]:
+        edited = {id(seen.buffer) for seen in self._buffers if seen.may_be_edited()}
+        return [seen for seen in self._buffers if id(seen.buffer) in edited]
+
+    def release_graphs(self) -> None:
+        """After :meth:`settle`: hold tensors detached, and containers of tensors with graphs as copies.
+
+        Nodes of the call hold this state, and Python's garbage collector does not see that. A node that backward does
+        not reach would keep the graphs of all calls before it.
+        """
+        self._edited = [seen._replace(buffer=seen.buffer.detach()) for seen in self._edited]
+        others: dict[int, Any] = {}
+
+        def other(value: Any) -> Any:
+            if id(value) not in others and _has_graph(value):
+                others[id(value)] = tuple(map(other, value)) if type(value) is tuple else apart(value)
+            return others.get(id(value), value)
+
+        variables = dict(self._context.items())
+        in_variables = [(value, _items(value)) for value in variables.values() if type(value) in _PLAIN_CONTAINERS]
+        for place, items in chain(in_variables, self._containers):
+            # The call may have filled it, or one before.
+            if type(place) in _PLAIN_CONTAINERS and any(map(_has_graph, chain(items, _items(place)))):
+                others[id(place)] = copied = copy.copy(place)
+                _put(copied, [*map(other, items)])
+        self._has_copies = bool(others)
+        for variable, value in variables.items():
+            if other(value) is not value:
+                self._context.run(variable.set, other(value))
+        if others or self._has_graphs:
+            self._places = [(place, [*map(other, items)]) for place, items in self._places]
+            self._containers = [(other(place), [*map(other, items)]) for place, items in self._containers]
+            self._tensors = [seen._replace(tensor=other(seen.tensor)) for seen in self._tensors]
 
     def change(self) -> str | None:
         """Return what was done since that cannot be undone; ``None``: nothing that can be seen."""
@@ -126,6 +176,11 @@ class CallState:
         """Return label, tensor and version, for who asks for edits only and is to keep nothing alive."""
         return [(seen.label, weakref.ref(seen.tensor), seen.version) for seen in self._tensors]
 
+    def _copied_containers(self) -> list[Any]:
+        """Return what the modules have now in place of copies: a second reference may change that."""
+        modules = [place for place, _ in self._places if isinstance(place, nn.Module)] if self._has_copies else []
+        return [value for part in modules for value in part.__dict__.values() if type(value) in _PLAIN_CONTAINERS]
+
     def as_before(self, run: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
         """Call ``run`` with all as it was before the call; then make all as it was when this was called.
 
@@ -133,35 +188,60 @@ class CallState:
         the module's own.
         """
         # A call that asks for gradients in its own forward is repeated before it has ended.
-        copies = self._copies + self._edited_buffers()
-        now = contents_of([*(place for place, _ in self._places), *(seen.tensor for seen in self._tensors)])
+        edited = self._edited + self._edited_buffers()
+        originals = {id(seen.copy): seen.now() for seen in edited}
+        places = self._places + self._containers
+        now = contents_of(
+            [*(place for place, _ in places), *(seen.tensor for seen in self._tensors), *self._copied_containers()]
+        )
         numbers = RandomStates(self._sources)
 
         def begin() -> _T:
-            restore(self._places)
+            restore(places)
             self._numbers.restore()
-            for buffers, name, copy in copies:
-                buffers[name] = copy.clone()
+            clones = {id(seen.copy): seen.copy.clone() for seen in edited}
+            for seen in edited:
+                seen.part._buffers[seen.name] = clones[id(seen.copy)]
             return self._context.copy().run(run, *args, **kwargs)
 
         def end() -> None:
             restore(now)
             numbers.restore()
+            for seen in originals.values():
+                if seen.is_edited():
+                    self.changed_twice = f"{type(seen.part).__name__}.{seen.name}"
+                    seen.buffer.data.copy_(seen.copy)
 
         return restoring(begin, end)
 
 
-def _is_edited(part: nn.Module, buffer: torch.Tensor, version: int, copy: torch.Tensor) -> bool:
-    """Tell whether a call may have edited a buffer.
+class _Buffer(NamedTuple):
+    """A buffer, and a copy of its bytes at one time. One that is registered twice has one copy."""
 
-    Batch norms, ``data`` and NumPy edit without raising a version. On a CPU the bytes tell. A device is not waited for:
-    small buffers count as edited there, large ones go by their version.
-    """
-    if isinstance(part, _NormBase) or buffer._version != version:
-        return True
-    if buffer.device.type == "cpu":
-        return differs(buffer, copy)
-    return copy.nbytes <= _SMALL_BYTES
+    part: nn.Module
+    name: str
+    buffer: torch.Tensor
+    version: int
+    copy: torch.Tensor
+
+    def now(self) -> _Buffer:
+        """Return it with a copy of its bytes now."""
+        return self._replace(version=self.buffer._version, copy=self.buffer.detach().clone())
+
+    def is_edited(self) -> bool:
+        """Tell whether an edit is seen: on a CPU by the bytes, too. A device is not waited for."""
+        return self.buffer._version != self.version or (
+            self.buffer.device.type == "cpu" and differs(self.buffer, self.copy)
+        )
+
+    def may_be_edited(self) -> bool:
+        """Tell whether a call may have edited it.
+
+        Batch norms, ``data`` and NumPy edit without raising a version. Small buffers on a device count as edited, large
+        ones go by their version.
+        """
+        is_small = self.buffer.device.type != "cpu" and self.copy.nbytes <= _SMALL_BYTES
+        return isinstance(self.part, _NormBase) or is_small or self.is_edited()
 
 
 def restoring(call: Callable[[], _T], undo: Callable[[], object]) -> _T:
@@ -193,32 +273,52 @@ def restore(contents: _Contents) -> None:
 
 
 def _items(place: Any) -> list[Any]:
-    """Return all keys, then all values, where there are keys."""
-    if isinstance(place, torch.Tensor):  # numbers of hooks are unique
-        place = {number: hook for hooks in _hooks_of(place) for number, hook in hooks.items()}
+    """Return all keys, then all values, where there are keys. Not as a class of the user's may show them."""
+    if isinstance(place, torch.Tensor):
+        place = {(kind, number): hook for kind, hooks in enumerate(_hooks_of(place)) for number, hook in hooks.items()}
     elif isinstance(place, nn.Module):
         place = place.__dict__
-    return [*place.keys(), *place.values()] if isinstance(place, dict) else list(place)
+    base = _base_of(place)
+    return [*base.keys(place), *base.values(place)] if isinstance(place, dict) else [*base.__iter__(place)]
+
+
+def _pairs(items: list[Any]) -> Iterable[tuple[Any, Any]]:
+    middle = len(items) // 2
+    return zip(items[:middle], items[middle:], strict=True)
 
 
 def _put(place: Any, items: list[Any]) -> None:
-    middle = len(items) // 2
-    if isinstance(place, torch.Tensor):  # what a second forward has registered
-        for hooks in _hooks_of(place):
-            for number in hooks.keys() - set(items[:middle]):
-                del hooks[number]
-    elif isinstance(place, nn.Module):
-        _put_attributes(place, dict(zip(items[:middle], items[middle:], strict=True)))
-    elif isinstance(place, dict):
-        kind = OrderedDict if isinstance(place, OrderedDict) else dict  # classes of their own may refuse
-        kind.clear(place)
-        for key, value in zip(items[:middle], items[middle:], strict=True):
-            kind.__setitem__(place, key, value)
+    if isinstance(place, torch.Tensor):
+        for kind, hooks in enumerate(_hooks_of(place)):
+            _put_hooks(hooks, {number: hook for (of_kind, number), hook in _pairs(items) if of_kind == kind})
+        return
+    if isinstance(place, nn.Module):
+        _put_attributes(place, dict(_pairs(items)))
+        return
+    base = _base_of(place)  # classes of their own may refuse
+    if isinstance(place, dict):
+        base.clear(place)
+        for key, value in _pairs(items):
+            base.__setitem__(place, key, value)
     elif isinstance(place, list):
-        list.__setitem__(place, slice(None), items)
+        base.__setitem__(place, slice(None), items)
     else:
-        place.clear()
-        (place.update if isinstance(place, set) else place.extend)(items)
+        base.clear(place)
+        (base.update if isinstance(place, set) else base.extend)(place, items)
+
+
+def _base_of(container: Any) -> Any:
+    kind = type(container)
+    return kind if kind in _PLAIN_CONTAINERS else next(base for base in _CONTAINERS if issubclass(kind, base))
+
+
+def _put_hooks(hooks: dict[int, Any], wanted: dict[int, Any]) -> None:
+    """In their order: what a second forward has registered goes, what it has removed comes back."""
+    for number in hooks.keys() - wanted.keys():
+        del hooks[number]
+    if [*hooks] != [*wanted]:
+        hooks.clear()
+        hooks.update(wanted)
 
 
 def _put_attributes(part: nn.Module, wanted: dict[str, Any]) -> None:
@@ -235,13 +335,25 @@ def _put_attributes(part: nn.Module, wanted: dict[str, Any]) -> None:
 
 
 def _hooks_of(tensor: torch.Tensor) -> list[dict[int, Any]]:
-    return [hooks or {} for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)]
+    return [{} if hooks is None else hooks for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)]
+
+
+def _has_slots(kind: type) -> bool:
+    names = kind.__dict__.get("__slots__", ())
+    return not {"__dict__", "__weakref__"}.issuperset((names,) if isinstance(names, str) else names)
+
+
+def _has_graph(value: Any) -> bool:
+    if type(value) is tuple:
+        return any(map(_has_graph, value))
+    return is_plain(value) and value.grad_fn is not None
 
 
 class _Tensor(NamedTuple):
     """A tensor as it was before the call."""
 
-    label: str
+    owner: type
+    name: str
     tensor: torch.Tensor
     version: int
     storage: StorageKey | None
@@ -255,13 +367,17 @@ class _Tensor(NamedTuple):
     gradient_version: int
 
     @classmethod
-    def of(cls, label: str, tensor: torch.Tensor) -> _Tensor:
+    def of(cls, owner: type, name: str, tensor: torch.Tensor) -> _Tensor:
         storage = _storage_of(tensor)
         nbytes = 0 if storage is None else storage.nbytes()
         key = None if storage is None else StorageKey(storage)
         gradient = _gradient_of(tensor)
         seen = (None, 0) if gradient is None else (weakref.ref(gradient), _version_of(gradient))
-        return cls(label, tensor, tensor._version, key, nbytes, _view_of(tensor), *seen)
+        return cls(owner, name, tensor, tensor._version, key, nbytes, _view_of(tensor), *seen)
+
+    @property
+    def label(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
 
     def edit(self) -> str | None:
         """Return what the call, which has just ended, has edited in place."""

@@ -6,8 +6,9 @@ autocast. What it leaves to its caller is done here:
 * What the user may change by contract (``call_state.py``) is put back while the call is repeated: attributes,
   parameters, buffers, parts and hooks of its modules, context variables.
 * What was edited in place since, or got other data, cannot be put back, and is an error.
-* All else (globals, modes of the process, objects that attributes refer to) is caught by its effect: what the
-  repetition saves is compared with what the call has saved (``fingerprint.py``).
+* All else (globals, modes of the process, objects that attributes refer to) shows only where it has an effect on what
+  the repetition saves, which is compared with what the call has saved (``fingerprint.py``). So gradients of this call
+  are right. What the repetition changes there stays changed for the next step.
 
 Each error comes before any gradient of the call is used. A tensor given twice stays one; lists among the arguments that
 the forward fills are filled once.
@@ -33,7 +34,7 @@ from lightning_ssd.common.collectives import MeetingCount
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
 from lightning_ssd.common.rng import RandomStates, default_sources
 from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
-from lightning_ssd.recompute.call_inputs import CallInputs, fill, is_plain
+from lightning_ssd.recompute.call_inputs import CallInputs, apart, fill, is_plain
 from lightning_ssd.recompute.call_state import CallState, contents_of, restore, restoring
 from lightning_ssd.recompute.fingerprint import Fingerprint
 
@@ -267,6 +268,7 @@ class _Call:
             self._output = _fingerprint_of(result)
         self.has_met = meetings.has_grown
         self.edits = self._state.settle()
+        self._state.release_graphs()
         if any(tensor._version != version for tensor, version in self._versions):
             self.edits = "an input"
         self._versions.clear()
@@ -324,7 +326,7 @@ class _Call:
         A hook that the repetition registers would be there a second time else.
         Not where forward asks for gradients: maybe of what its inputs were computed from.
         """
-        return fill(self._pattern, tensors if self._asks_for_gradients else [_apart(tensor) for tensor in tensors])
+        return fill(self._pattern, tensors if self._asks_for_gradients else [apart(tensor) for tensor in tensors])
 
     def _tell(self, sizes: dict[int, int], inputs: tuple[torch.Tensor, ...]) -> None:
         """Say once how much was saved again: inputs were never gone, and weights are no activations."""
@@ -338,6 +340,9 @@ class _Call:
             raise self._block.refuse(
                 self._module, "it calls retain_grad() of an input, and asks for gradients in its forward"
             )
+        edited = self._state.changed_twice
+        if edited is not None:
+            raise self._block.refuse(self._module, f"it edits {edited}, a buffer, by a second reference to it")
         reason = self._saved.difference(again)
         if reason is None:
             integers = self._saved.differing_integers(again)
@@ -361,7 +366,9 @@ class _Call:
         args, kwargs = self._arguments(tensors)
         with saved_tensors_hooks(_nothing, _nothing):
             output = _fingerprint_of(self._state.as_before(self._run, *args, **kwargs))
-        return self._output is not None and self._output.difference(output) is None
+        if self._output is None or self._state.changed_twice is not None:
+            return False
+        return self._output.difference(output) is None
 
 
 class _Saved:
@@ -426,14 +433,6 @@ def _seen_by(
 
     with saved_tensors_hooks(tell, unpack if wrap is None else lambda saved: saved.unpack(unpack)):
         yield
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Return these bytes, with a node of their own."""
-    if tensor.grad_fn is None or not is_plain(tensor):
-        return tensor
-    leaf = tensor.detach().requires_grad_()
-    return leaf.view_as(leaf)
 
 
 def _fingerprint_of(result: Any) -> Fingerprint:

@@ -122,6 +122,79 @@ def test_an_iterator_keeps_the_block(name: str, tmp_path: Path) -> None:
         assert_identical(outcome(training(kind, kind), Session(offloader)), expected)
 
 
+class OwnSlots(Block):
+    __slots__ = ("calls",)
+
+    def prepare(self) -> None:
+        self.calls = 0
+
+    def factor(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        return self.calls
+
+
+class Scripted(Block):
+    """Buffers of what is scripted are out of Python's sight."""
+
+    def prepare(self) -> None:
+        self.norm = torch.jit.script(nn.BatchNorm1d(WIDTH))
+
+    def factor(self, x: torch.Tensor) -> Any:
+        return self.norm(x)
+
+    def state(self) -> Any:
+        return self.norm.running_mean.clone()
+
+
+@pytest.mark.parametrize("kind", [OwnSlots, Scripted])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_attributes_out_of_sight_keep_the_block(kind: type[Block], tmp_path: Path) -> None:
+    program = training(kind, kind)
+    expected = outcome(program, Session())
+    assert not isinstance(expected, Raised), expected
+    warned = pytest.warns(UserWarning, match=r"is not recomputed: a \w+ keeps attributes outside of its __dict__")
+    with open_offloader(tmp_path, RECOMPUTE) as offloader, warned:
+        assert_identical(outcome(program, Session(offloader)), expected)
+
+
+# -- second references to buffers ------------------------------------------------------------------------------------
+
+
+class SecondReference(Block):
+    """Edits a buffer by a tuple, of which the sum in backward knows nothing."""
+
+    def prepare(self) -> None:
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.statistics = (self.mean,)
+
+    def edit(self, mean: torch.Tensor) -> None:
+        self.statistics[0].mul_(0.9).add_(mean)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.edit(x.detach().mean(0))
+        return self.linear(x).tanh() + self.mean
+
+
+class SecondReferencePastAutograd(SecondReference):
+    def edit(self, mean: torch.Tensor) -> None:
+        self.statistics[0].data.mul_(0.9).add_(mean)
+
+
+@pytest.mark.parametrize("kind", [SecondReference, SecondReferencePastAutograd])
+def test_a_buffer_edited_by_a_second_reference_is_refused_and_edited_once(kind: type[Block]) -> None:
+    net = nn.Sequential(kind(), kind())
+    session = Recomputing(EVERY, classes=(kind.__name__,))
+    session.register(net)
+    with session.saved():
+        loss = net(floats(2, 5, WIDTH)).sum()
+    before = [buffer.clone() for buffer in net.buffers()]
+    for _ in range(2):
+        with pytest.raises(RecomputeError, match=f"it edits {kind.__name__}.mean, a buffer, by a second reference"):
+            loss.backward()
+        assert_identical([*net.buffers()], before)
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
 def test_a_generator_at_its_end_is_no_hindrance() -> None:
     block = Block()
     block.parameters_once = block.parameters()  # type: ignore[assignment]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -79,6 +81,58 @@ def test_the_check_of_interrupts_can_fail(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(call_state, "restoring", once)
     with pytest.raises(AssertionError, match="call_state"):
         test_one_interrupt_anywhere_leaves_all_as_it_was()
+
+
+COLLECTED: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("COLLECTED")
+
+
+class Leaving(nn.Module):
+    """Leaves what nobody asks for the gradient of, as layers of experts do with an auxiliary loss."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.where = where
+        self.loss: Any = None
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.gate(x).softmax(-1).square().sum()
+        if self.where == "attribute":
+            self.loss = loss
+        elif self.where == "a tuple":
+            self.loss = (loss, (loss,))
+        elif self.where == "a list of each call":
+            self.losses = [loss]
+        else:
+            (self.losses if self.where == "a list of each step" else COLLECTED.get()).append(loss)
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize(
+    "where", ["attribute", "a tuple", "a list of each call", "a list of each step", "context variable"]
+)
+def test_graphs_of_earlier_calls_are_let_go(where: str) -> None:
+    net = nn.Sequential(Leaving(where), Leaving(where))
+    session = Recomputing(EVERY, classes=("Leaving",))
+    session.register(net)
+    given: list[weakref.ref[torch.Tensor]] = []
+    net[1].register_forward_pre_hook(lambda module, args: given.append(weakref.ref(args[0])))
+    for _ in range(4):
+        collected: list[torch.Tensor] = []
+        token = COLLECTED.set(collected)
+        with session.saved():
+            loss = net(torch.randn(4, 8)).sum()
+        loss.backward()
+        session.end()
+        assert len(collected) == 2 * (where == "context variable")
+        COLLECTED.reset(token)
+        del loss, token
+        collected.clear()
+        for block in net:
+            block.losses = block.losses if where == "a list of each call" else []
+    assert len(session.repeated) > 0
+    assert sum(reference() is not None for reference in given) <= 1
 
 
 def test_what_began_as_it_ended_is_put_back_all_the_same() -> None:
