@@ -93,9 +93,9 @@ class CallState:
             (self._places if is_own else self._containers).append((value, items))
             if name == "_buffers":
                 self._enter_buffers(part)
-                continue
-            for key, item in _pairs(items) if isinstance(value, dict) else zip(repeat(name), items):
-                self._look(owner, key if is_own else name, item)
+            elif items:
+                for key, item in _pairs(items) if isinstance(value, dict) else zip(repeat(name), items):
+                    self._look(owner, key if is_own else name, item)
 
     def _enter_buffers(self, part: nn.Module) -> None:
         for name, buffer in part._buffers.items():
@@ -274,11 +274,14 @@ def restore(contents: _Contents) -> None:
 
 def _items(place: Any) -> list[Any]:
     """Return all keys, then all values, where there are keys. Not as a class of the user's may show them."""
-    if isinstance(place, torch.Tensor):
-        place = {(kind, number): hook for kind, hooks in enumerate(_hooks_of(place)) for number, hook in hooks.items()}
-    elif isinstance(place, nn.Module):
-        place = place.__dict__
-    base = _base_of(place)
+    base = type(place)
+    if base not in _PLAIN_CONTAINERS:
+        if isinstance(place, torch.Tensor):
+            hooks = enumerate(_hooks_of(place))
+            place = {(kind, number): hook for kind, registered in hooks for number, hook in registered.items()}
+        elif isinstance(place, nn.Module):
+            place = place.__dict__
+        base = _base_of(place)
     return [*base.keys(place), *base.values(place)] if isinstance(place, dict) else [*base.__iter__(place)]
 
 
@@ -339,8 +342,10 @@ def _hooks_of(tensor: torch.Tensor) -> list[dict[int, Any]]:
 
 
 def _has_slots(kind: type) -> bool:
-    names = kind.__dict__.get("__slots__", ())
-    return not {"__dict__", "__weakref__"}.issuperset((names,) if isinstance(names, str) else names)
+    names = kind.__dict__.get("__slots__")
+    if not names:
+        return False
+    return not {"__dict__", "__weakref__"}.issuperset([names] if isinstance(names, str) else names)
 
 
 def _has_graph(value: Any) -> bool:
