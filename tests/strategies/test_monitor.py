@@ -265,6 +265,8 @@ def test_the_verdict_is_printed_once_at_the_end(tmp_path, caplog):
     stats = trainer.strategy.stats
     assert 0 < stats.settled_peak_bytes <= stats.resident_peak_bytes
     headline = f"saved activations {describe_held(stats.settled_peak_bytes, stats.saved_peak_bytes)}"
+    if stats.settled_peak_bytes == stats.saved_peak_bytes:  # on a busy machine no write may have ended at the peak
+        headline = "nothing saved: at the peak all "
     assert monitor.summary.startswith(f"lightning_ssd: {headline}")
     assert [line.split()[0] for line in monitor.summary.splitlines()[1:]] == ["drives", "memory", "next"]
 
