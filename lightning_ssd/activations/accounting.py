@@ -33,7 +33,7 @@ class MemoryAccounting:
     Args:
         look: called often, wherever saved storages come or go.
         returned: called by workers when a transfer has ended, and memory that it gives back has gone; with the bytes
-            that were saved in the whole run.
+            that were saved and brought back in the whole run.
     """
 
     def __init__(

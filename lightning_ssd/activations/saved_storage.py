@@ -343,7 +343,7 @@ class SavedStorage:
         finally:  # last, and always: a budget waits for this, and then finds the memory gone
             with self.accounting.lock:
                 self._write_gone()
-        self.accounting.returned(self.accounting.counters.bytes_saved)
+        self.accounting.returned(self.accounting.counters.bytes_come)
 
     def _settle_write(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         storage = None
@@ -407,7 +407,7 @@ class SavedStorage:
                 self.storage, copy.mark = storage, mark
                 self.key = StorageKey(storage)
                 self.state = State.RELOADED
-        self.accounting.returned(self.accounting.counters.bytes_saved)
+        self.accounting.returned(self.accounting.counters.bytes_come)
 
     def take_error(self) -> BaseException | None:
         """Return why the last read has failed, to be raised."""

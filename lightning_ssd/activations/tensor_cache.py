@@ -588,7 +588,7 @@ class TensorCache:
                 self._deferred.look()
             if share is not None:
                 packed = *keep(tensor), share
-                self._heap_policy.look(self.accounting.counters.bytes_saved)
+                self._heap_policy.look(self.accounting.counters.bytes_come)
                 if self._device.type == "cpu":  # the work that a device has queued hides so short a time
                     self._count_hook(begin_s, waited_s, None)
                 return packed
@@ -607,7 +607,7 @@ class TensorCache:
                     break
             if not self.fetcher.wait_for_room(current, nbytes, room):
                 return keep(tensor)
-        self._heap_policy.look(self.accounting.counters.bytes_saved)
+        self._heap_policy.look(self.accounting.counters.bytes_come)
         self._run_ahead.wait()
         self.copies.protect(tensor)
         self._count_hook(begin_s, waited_s, lease.record.produced)
@@ -639,7 +639,7 @@ class TensorCache:
                 self.accounting.settle()
                 self._send_group()
                 self._deferred.look()
-            self._heap_policy.look(self.accounting.counters.bytes_saved)
+            self._heap_policy.look(self.accounting.counters.bytes_come)
         if mark is PASSED:
             self._counters.hook_s += time.perf_counter() - begin_s
         else:

@@ -23,7 +23,7 @@ _MIN_RELAXED_S = 0.2
 _SLACK_BYTES = 16 << 20
 """Free memory that never has to return."""
 _LOOK_BYTES = 16 << 20
-"""Looked at after so much has been saved. A look costs 0.25 ms: reading a file of ``/proc`` gives the GIL away."""
+"""Looked at after so much has been saved or brought back. A look costs 0.25 ms: reading a file of ``/proc`` gives the GIL away."""
 
 
 class HeapMode(enum.Enum):
@@ -68,7 +68,7 @@ class HeapPolicy:
         self._looking = threading.Lock()
         self._last_border_s = 0.0
         self._looked_bytes = 0
-        """Saved in the whole run, at the last look."""
+        """Saved and brought back in the whole run, at the last look."""
         self._is_watched = self._is_scarce = self._has_holes = False
         self._needed_bytes = 0
         """Resident at the worst moment of such passes, without what was free; as far as it is known."""
@@ -122,23 +122,20 @@ class HeapPolicy:
         """Return what is resident and free between passes: memory that the next one can have besides."""
         return 0 if self._threshold is None else free_heap_bytes()
 
-    def look(self, saved_bytes: int) -> None:
+    def look(self, come_bytes: int) -> None:
         """Give free memory back where there is too much of it. Called often, by workers too, so that nothing is raised.
 
-        Forward calls it as it saves, since its largest tensors may not fit into what is free. Backward, which saves
-        nothing, trims once at most: trimming takes milliseconds.
-
         Args:
-            saved_bytes: saved in the whole run so far.
+            come_bytes: saved activations that have come in the whole run so far, also from a drive.
         """
-        if not self._is_watched or saved_bytes < self._looked_bytes + _LOOK_BYTES:
+        if not self._is_watched or come_bytes < self._looked_bytes + _LOOK_BYTES:
             return
         looking = self._looking
         if looking.acquire(blocking=False):
             try:
                 self._look()
             finally:
-                self._looked_bytes = saved_bytes
+                self._looked_bytes = come_bytes
                 looking.release()
 
     def _look(self) -> None:

@@ -184,6 +184,11 @@ class Counters:
     fallbacks: int = 0
 
     @property
+    def bytes_come(self) -> int:
+        """Bytes that were saved, or brought back from a drive, in the whole run."""
+        return self.bytes_saved + self.bytes_read
+
+    @property
     def num_packed(self) -> int:
         """Tensors that autograd has handed to us, but for those of a storage that was saved already."""
         return self.num_saved + self.num_kept_small + self.num_kept_foreign + self.num_kept_parameters

@@ -18,7 +18,7 @@ from lightning_ssd.memory.malloc import MallocThreshold, free_heap_bytes, trim
 from lightning_ssd.memory.readings import level_bytes
 from tests.activations.test_plan_runtime import trains
 from tests.activations.test_scarce_memory import SAVED, settle
-from tests.support.helpers import AUTO, Session, Setup, open_offloader, outcome
+from tests.support.helpers import AUTO, EAGER, Session, Setup, open_offloader, outcome
 
 pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
 
@@ -305,3 +305,21 @@ def test_memory_is_not_scarce_because_malloc_holds_it(
         scheduler = offloader._parts.scheduler
         assert scheduler is not None
         assert scheduler._limits.limits_total_memory is not is_counted
+
+
+def test_backward_is_looked_at_as_bytes_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what backward frees stays beside the gradients, at the worst moment of a step."""
+    told: list[int] = []
+    monkeypatch.setattr(HeapPolicy, "look", lambda policy, come_bytes: told.append(come_bytes))
+    with open_offloader(tmp_path, EAGER) as offloader:
+        x = torch.rand(64, 64).requires_grad_()
+        with offloader.saved_tensors():
+            y = x * 1
+            for _ in range(20):
+                y = y.sin()
+        offloader.flush()
+        saved_bytes = offloader.stats.bytes_saved
+        assert max(told) == saved_bytes
+        y.backward(torch.ones_like(y))
+        offloader.end_backward()
+        assert max(told) == saved_bytes + offloader.stats.bytes_read > saved_bytes
