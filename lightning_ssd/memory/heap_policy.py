@@ -23,7 +23,8 @@ _MIN_RELAXED_S = 0.2
 _SLACK_BYTES = 16 << 20
 """Free memory that never has to return."""
 _LOOK_BYTES = 16 << 20
-"""Looked at after so much has been saved or brought back. A look costs 0.25 ms: reading a file of ``/proc`` gives the GIL away."""
+"""Looked at after so much has been saved or brought back. A look costs 0.25 ms: a file of ``/proc`` is read without the
+GIL."""
 
 
 class HeapMode(enum.Enum):
