@@ -191,10 +191,7 @@ class SsdTier:
         self._reads.promote(read)
 
     def free(self, stored: StoredBytes) -> None:
-        arenas = self._arenas
-        for part in self._mine(stored).parts:
-            if part.extent.nbytes:
-                arenas[part.lane].free(part.extent)
+        self.free_parts(self._mine(stored).parts)
 
     def show(self, stored: StoredBytes, view: FileView, start: int, offset: int, nbytes: int) -> None:
         """Map part of a body, from ``offset`` on, at ``start`` of a view. It stays as it is until :meth:`free`."""

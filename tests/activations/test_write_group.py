@@ -29,6 +29,13 @@ NBYTES = SIDE * SIDE * 4
 MIB = 1 << 20
 
 
+@pytest.fixture
+def all_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have passes follow a program by which everything moves."""
+    program = PassProgram((NBYTES,) * 40, bytes(40))
+    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+
+
 class Record:
     can_be_evicted = True
 
@@ -59,9 +66,8 @@ def test_what_is_in_use_or_dead_stays_out_of_it() -> None:
 
 
 @pytest.mark.parametrize("ends", ["forward", "flush"])
+@pytest.mark.usefixtures("all_moves")
 def test_the_last_ones_of_a_forward_leave(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = PassProgram((NBYTES,) * 40, bytes(40))
-    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
     jobs: list[int] = []
     real = SsdTier.write_all
     monkeypatch.setattr(SsdTier, "write_all", lambda self, requests: jobs.append(len(requests)) or real(self, requests))
@@ -91,9 +97,8 @@ def test_the_last_ones_of_a_forward_leave(ends: str, tmp_path: Path, monkeypatch
         assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
 
 
-def test_an_edit_after_it_was_saved_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = PassProgram((NBYTES,) * 40, bytes(40))
-    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+@pytest.mark.usefixtures("all_moves")
+def test_an_edit_after_it_was_saved_is_an_error(tmp_path: Path) -> None:
     with open_offloader(tmp_path, EAGER) as offloader:
         x = torch.rand(SIDE, SIDE).requires_grad_()
         with offloader.saved_tensors():
@@ -113,10 +118,9 @@ def test_an_edit_after_it_was_saved_is_an_error(tmp_path: Path, monkeypatch: pyt
             y.backward(torch.ones_like(y))
 
 
-def test_a_failed_step_takes_back_what_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("all_moves")
+def test_a_failed_step_takes_back_what_has_not_begun(tmp_path: Path) -> None:
     """Of a job that waits for the drive: its memory returns with the graph, whatever the drive does."""
-    program = PassProgram((NBYTES,) * 40, bytes(40))
-    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
     may_write = threading.Event()
 
     def stuck(index: int) -> None:
@@ -150,10 +154,9 @@ def test_a_failed_step_takes_back_what_has_not_begun(tmp_path: Path, monkeypatch
             may_write.set()
 
 
+@pytest.mark.usefixtures("all_moves")
 def test_a_fork_that_goes_on_with_backward_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copies of locks may be held for ever."""
-    program = PassProgram((NBYTES,) * 40, bytes(40))
-    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
     with open_offloader(tmp_path, EAGER) as offloader:
         x = torch.rand(SIDE, SIDE).requires_grad_()
         with offloader.saved_tensors():
