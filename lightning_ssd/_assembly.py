@@ -25,7 +25,6 @@ from lightning_ssd.memory.gauge import DeviceGauge, Gauge, HostGauge
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import PAGES_VARIABLE, foreign_malloc, has_whole_pages, is_glibc
-from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, PAGE_BYTES
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.parameters.device_gradients import DeviceGradients
@@ -105,8 +104,7 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
     backend, directories, why = _open_directories(stack, environment)
     if is_mapped and is_glibc() and not has_whole_pages() and environment.local_rank == 0:
         _warn_of_page_faults()
-    page_bytes = HUGE_PAGE_BYTES if is_mapped and has_whole_pages() else PAGE_BYTES
-    cpu = CpuCosts.here(measure_mapping(page_bytes), page_bytes) if is_mapped else None
+    cpu = CpuCosts.here(0.0 if has_whole_pages() else measure_mapping()) if is_mapped else None
     reload = None
     if not environment.copies.is_asynchronous:
         reload = ReloadPool(_SPARE_BYTES)

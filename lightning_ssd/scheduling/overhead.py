@@ -1,4 +1,4 @@
-"""The cost of moving to a pass, accounted where it arises, and the running means that plans are made with.
+"""The cost of moving to a pass, accounted where it arises, and what plans are made with.
 
 No pass is compared with one that keeps everything: whole steps scatter by 10 to 40 per cent, and a kept pass makes the
 peak that of plain training. Three causes are counted in every pass that moves:
@@ -6,7 +6,8 @@ peak that of plain training. Three causes are counted in every pass that moves:
 * Stalls: the training thread, or the device, waited for a transfer.
 * Hooks: the training thread was inside pack or unpack. On a device, pack counts only where queued kernels did not hide
   it.
-* CPU: on a CPU, workers and the page faults of memory that moved take cores from the computation.
+* CPU: on a CPU, workers take cores from the computation, and so do the page faults of memory that moved. Where
+  tensors have whole pages, plain training has as many of these, so that they are not charged.
 
 Contention for memory bandwidth between workers and computation is not in the account.
 """
@@ -15,7 +16,11 @@ from __future__ import annotations
 
 import os
 import resource
+import statistics
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
+from mmap import PAGESIZE
 
 import torch
 
@@ -23,8 +28,8 @@ from lightning_ssd.planning.simulator import LEAST_SHARE
 
 __all__ = ["CpuCosts", "Overhead", "OverheadModel", "page_faults"]
 
-_MIN_WEIGHT = 1 / 8
-"""Least weight of the latest pass in a running mean."""
+_WINDOW = 9
+"""Passes whose costs are remembered."""
 _RISE, _FALL = 1 / 2, 1 / 8
 """Weights of an excess that has grown, and of one that has become less: promises come first."""
 
@@ -56,28 +61,25 @@ class CpuCosts:
     """The time that workers and page faults take from a computation on the same cores.
 
     Attributes:
-        mapping_s_per_byte: of fresh memory, calibrated once.
-        page_bytes: that a fault maps.
+        mapping_s_per_byte: of fresh memory, calibrated once; 0: plain training maps as much.
         num_threads: of the computation, among which the time is divided.
         has_spare_cores: more cores than threads, so that workers take nothing from the computation.
     """
 
     mapping_s_per_byte: float
-    page_bytes: int
     num_threads: int
     has_spare_cores: bool
 
     @staticmethod
-    def here(mapping_s_per_byte: float, page_bytes: int) -> CpuCosts:
+    def here(mapping_s_per_byte: float) -> CpuCosts:
         """Return the costs on this machine.
 
         Args:
             mapping_s_per_byte: of fresh memory.
-            page_bytes: of the pages in which tensors lie.
         """
         num_threads = torch.get_num_threads()
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return CpuCosts(mapping_s_per_byte, page_bytes, num_threads, num_cores > num_threads)
+        return CpuCosts(mapping_s_per_byte, num_threads, num_cores > num_threads)
 
     def seconds(self, *, worker_s: float, num_faults: int, moved_bytes: int) -> float:
         """Return what one pass lost.
@@ -88,7 +90,7 @@ class CpuCosts:
                 back are in the time of the workers.
             moved_bytes: that left.
         """
-        mapped_bytes = min(num_faults * self.page_bytes, moved_bytes)
+        mapped_bytes = min(num_faults * PAGESIZE, moved_bytes)
         workers_s = 0.0 if self.has_spare_cores else worker_s
         return (workers_s + mapped_bytes * self.mapping_s_per_byte) / self.num_threads
 
@@ -104,21 +106,19 @@ def page_faults() -> int:
 
 
 class OverheadModel:
-    """Running means over passes of one kind.
+    """Costs of passes of one kind: medians of the latest ones, because a machine that others use hiccups upwards only.
 
     Attributes:
-        hook_s_per_byte: of moved bytes.
-        cpu_s_per_byte: likewise; ``None``: no pass has followed a plan yet. Before that, memory is touched for the
-            first time, whatever moves.
-        excess: measured overhead over predicted overhead, as a part of the pass; never negative. Plans promise less by
-            so much, because something that the prediction does not know (a drive that is busy) goes on.
+        excess: stalls beyond those predicted, as a part of the pass; never negative. Plans promise less by so much,
+            because what causes them (a drive that is busy) goes on. Hooks and CPU are in the costs already.
     """
 
     def __init__(self) -> None:
-        self.hook_s_per_byte = 0.0
-        self.cpu_s_per_byte: float | None = None
         self.excess = 0.0
-        self._num_hooked = self._num_followed = 0
+        self._hook_guess = 0.0
+        self._hooks: deque[float] = deque(maxlen=_WINDOW)
+        # Only of passes that followed a plan: before that, memory is touched for the first time, whatever moves.
+        self._cpu: deque[float] = deque(maxlen=_WINDOW)
 
     def cost_s_per_byte(self, guess: float) -> float:
         """Return what a moved byte costs besides transfers.
@@ -126,37 +126,42 @@ class OverheadModel:
         Args:
             guess: of the CPU's part, until it has been measured.
         """
-        return self.hook_s_per_byte + (guess if self.cpu_s_per_byte is None else self.cpu_s_per_byte)
+        return _median(self._hooks, self._hook_guess) + _median(self._cpu, guess)
 
     def forget(self) -> None:
         """Trust less what was learnt, because the machine may have been busy."""
-        self.hook_s_per_byte /= 4
-        self.cpu_s_per_byte, self.excess = None, 0.0
-        self._num_hooked = self._num_followed = 0
+        self._hook_guess, self.excess = _median(self._hooks, self._hook_guess) / 4, 0.0
+        self._hooks.clear()
+        self._cpu.clear()
 
-    def moved(self, overhead: Overhead, moved_bytes: int) -> None:
-        """Learn from any pass that moved something."""
-        if moved_bytes:
-            self._num_hooked += 1
-            self.hook_s_per_byte = _mean(self.hook_s_per_byte, overhead.hook_s / moved_bytes, self._num_hooked)
+    def moved(self, overhead: Overhead, moved_bytes: int, *, is_recorded: bool) -> None:
+        """Learn from any pass that moved something.
 
-    def followed(self, overhead: Overhead, *, step_s: float, moved_bytes: int, predicted: float) -> None:
-        """Learn from a pass that followed a plan.
+        Args:
+            overhead: as measured.
+            moved_bytes: by it.
+            is_recorded: recording disturbs what it measures, so that such a pass gives a first guess only.
+        """
+        if moved_bytes and is_recorded:
+            self._hook_guess = overhead.hook_s / moved_bytes
+        elif moved_bytes:
+            self._hooks.append(overhead.hook_s / moved_bytes)
+
+    def followed(self, overhead: Overhead, *, step_s: float, moved_bytes: int, predicted_stall: float) -> None:
+        """Learn from a pass that followed a plan as others did before it.
 
         Args:
             overhead: as measured.
             step_s: of the pass.
             moved_bytes: by it.
-            predicted: overhead relative to the pass without it.
+            predicted_stall: stalls relative to the pass without them.
         """
         if not moved_bytes:
             return
-        self._num_followed += 1
-        before, cost = self.cpu_s_per_byte or 0.0, overhead.cpu_s / moved_bytes
-        self.cpu_s_per_byte = _mean(before, cost, self._num_followed)
-        excess = overhead.ratio(step_s) - predicted
+        self._cpu.append(overhead.cpu_s / moved_bytes)
+        excess = Overhead(stall_s=overhead.stall_s).ratio(step_s) - predicted_stall
         self.excess = max(self.excess + (_RISE if excess > self.excess else _FALL) * (excess - self.excess), 0.0)
 
 
-def _mean(before: float, latest: float, number: int) -> float:
-    return before + max(1 / number, _MIN_WEIGHT) * (latest - before)
+def _median(costs: Collection[float], guess: float) -> float:
+    return statistics.median(costs) if costs else guess

@@ -72,6 +72,8 @@ class PassKind:
     """Bytes inside each recomputed block: what a checkpoint computes again goes past the hooks."""
     watch: DriftDetector = field(default_factory=DriftDetector)
     model: OverheadModel = field(default_factory=OverheadModel)
+    followed: StoredPlan | None = None
+    """The plan of the last pass that had one."""
     wants_trace: bool = True
     """Whether the next pass is to be traced."""
     planning: PlanInProgress | None = None

@@ -219,7 +219,7 @@ class Scheduler:
             kind.ask_for_trace()  # of a pass under that limit, in which memory returns
             return
         overhead = done.overhead()
-        kind.model.moved(overhead, done.moved_bytes)
+        kind.model.moved(overhead, done.moved_bytes, is_recorded=done.recorder is not None)
         known = done.cursor.completed()
         self._is_following = known is not None and done.cursor.recompute == kind.recompute
         kind.num_unplanned = 0 if known is not None else kind.num_unplanned + 1
@@ -251,15 +251,21 @@ class Scheduler:
             host_bytes=done.moved_bytes - done.written_bytes,
             limit_bytes=done.cursor.limit_bytes,
         )
+        self.comparison.add(known, measured)
+        if known.goal.budget_bytes is not None:
+            self._hold_to_memory_budget(kind, known, done)
+        # The first pass under a plan finds memory as another one left it, and recording disturbs what it measures.
+        is_typical = kind.followed is known and done.recorder is None
+        kind.followed = known
+        if not is_typical:
+            return
+        prediction = known.plan.prediction
         kind.model.followed(
             overhead,
             step_s=measured.step_s,
             moved_bytes=done.moved_bytes,
-            predicted=known.predicted_overhead,
+            predicted_stall=prediction.stall_s / max(known.plan.keep_step_s, 1e-9),
         )
-        self.comparison.add(known, measured)
-        if known.goal.budget_bytes is not None:
-            self._hold_to_memory_budget(kind, known, done)
         reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING)
         if reason is not None:
             _log.info("planning again: %s", reason)

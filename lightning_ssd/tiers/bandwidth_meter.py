@@ -11,10 +11,9 @@ import torch
 
 from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.interrupts import deferring_interrupts
-from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.errors import StorageError
-from lightning_ssd.memory.mmap import ADVISE_HUGE, PAGE_BYTES, READ_WRITE, address_of, libc, map_anonymous
+from lightning_ssd.memory.mmap import READ_WRITE, address_of, map_anonymous
 from lightning_ssd.planning.bandwidth import RateEstimate, first_guess
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.storage.drive_probe import Rates
@@ -47,26 +46,22 @@ def measure_copies(device: torch.device, *, nbytes: int = 64 << 20) -> Rates:
     return Rates(timed(on_host, on_device), timed(on_device, on_host))
 
 
-def measure_mapping(page_bytes: int = PAGE_BYTES, *, nbytes: int = 16 << 20) -> float:
+def measure_mapping(nbytes: int = 16 << 20) -> float:
     """Return the seconds that a byte of fresh memory takes: its page is mapped, and comes filled with zeros.
 
-    The best of three: the first huge pages may have to be put together, and a host may have to find memory.
+    The best of three: a host may have to find memory.
 
     Args:
-        page_bytes: of the pages in which tensors lie: 4 KiB or 2 MiB.
         nbytes: to try it with.
     """
-    return min(_map_once(page_bytes, nbytes) for _ in range(3)) / nbytes
+    return min(_map_once(nbytes) for _ in range(3)) / nbytes
 
 
-def _map_once(page_bytes: int, nbytes: int) -> float:
+def _map_once(nbytes: int) -> float:
     begin_s = time.perf_counter()
-    memory = map_anonymous(nbytes + page_bytes, READ_WRITE)
+    memory = map_anonymous(nbytes, READ_WRITE)
     try:
-        address = round_up(address_of(memory), page_bytes)
-        if page_bytes > PAGE_BYTES:
-            libc.madvise(address, nbytes, ADVISE_HUGE)
-        ctypes.memset(address, 1, nbytes)
+        ctypes.memset(address_of(memory), 1, nbytes)
     finally:
         memory.close()
     return time.perf_counter() - begin_s
