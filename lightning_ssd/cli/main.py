@@ -13,7 +13,7 @@ COMMANDS = {
     "doctor": ("Show what this machine has, what training would use of it, and why.", "/mnt/nvme0 /mnt/nvme1 --json"),
     "bench": (
         "Measure how fast directories are written and read, each alone and all together.",
-        "/mnt/nvme0 /mnt/nvme1 --size 8GiB --write conf/hardware/mine.yaml",
+        "/mnt/nvme0 /mnt/nvme1 --size 8GiB",
     ),
     "plan": (
         "Predict memory, step time and drive life of a model before it is trained.",

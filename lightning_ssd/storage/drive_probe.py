@@ -36,9 +36,13 @@ def measure_rates(
     nbytes: int = _PROBE_BYTES,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     num_workers: int = DEFAULT_WORKERS,
+    device: torch.device | str = "cpu",
 ) -> Rates:
-    """A short measurement: writes ``nbytes`` and reads them back, after one round that preallocates and warms up."""
-    memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device="cpu").fill_(1)
+    """Write ``nbytes`` and read them back, after one round that preallocates and warms up."""
+    span = min(nbytes, num_workers * chunk_bytes)  # of memory: workers use its chunks in turn
+    memory = torch.empty(span + PAGE_BYTES, dtype=torch.uint8, device=device).fill_(1)
+    if memory.is_cuda:
+        torch.cuda.synchronize(memory.device)  # backends reach device memory outside of any stream
     base = memory.data_ptr() + -memory.data_ptr() % PAGE_BYTES
     arena = backend.open_arena(directory)
     try:
@@ -47,7 +51,8 @@ def measure_rates(
 
         def timed(move: Callable[[Arena, Region, int], None]) -> float:
             def one(start: int) -> None:
-                move(arena, Region(base + start, min(chunk_bytes, offsets.stop - start)), extent.offset + start)
+                region = Region(base + start % span, min(chunk_bytes, offsets.stop - start))
+                move(arena, region, extent.offset + start)
 
             begin = time.perf_counter()
             with ThreadPoolExecutor(num_workers) as pool:

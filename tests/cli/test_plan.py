@@ -6,17 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 import lightning_ssd
-from lightning_ssd import HardwareProfile
 from lightning_ssd.cli import plan
 from lightning_ssd.cli.main import app
-from lightning_ssd.cli.write_hardware import hardware_yaml
 from lightning_ssd.planning.machine_profile import MachineProfile
 from lightning_ssd.planning.what_fits import Fit
 from lightning_ssd.scheduling.memory_limits import MIN_RELIEF
@@ -32,6 +32,10 @@ def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+def profile_text(machine: MachineProfile, **hardware: Any) -> str:
+    return yaml.safe_dump({"hardware": hardware, "machine": asdict(machine)}, sort_keys=False)
+
+
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     """A machine that is as fast as the test model needs, with drives that can be worn."""
@@ -45,7 +49,7 @@ def profile(tmp_path: Path) -> Path:
         drive_read_gb_per_s=1.0,
     )
     path = tmp_path / "mine.yaml"
-    path.write_text(hardware_yaml("mine", HardwareProfile(drive_endurance="600TB"), machine, comment=["For a test."]))
+    path.write_text(profile_text(machine, drive_endurance="600TB"))
     return path
 
 
@@ -226,7 +230,7 @@ def test_of_several_devices_only_what_may_wait_there_is_shown(profile: Path) -> 
         drive_read_gb_per_s=1.0,
         link_gb_per_s=10.0,
     )
-    profile.write_text(hardware_yaml("mine", HardwareProfile(), machine, comment=["With memory of their own."]))
+    profile.write_text(profile_text(machine))
     facts, _ = predicted(*several)
     assert [row["waits"] for row in facts["waiting"]] == ["nothing", "states"]
 
@@ -420,10 +424,9 @@ def test_a_model_that_cannot_be_built_is_refused_with_the_cause(
 
 
 def test_a_profile_without_a_rate_of_computing_is_refused(tmp_path: Path) -> None:
-    """As `bench` writes it."""
     path = tmp_path / "mine.yaml"
     machine = MachineProfile(drive_write_gb_per_s=1.0, drive_read_gb_per_s=1.0)
-    path.write_text(hardware_yaml("mine", HardwareProfile(), machine, comment=["For a test."]))
+    path.write_text(profile_text(machine))
     done = run("--model", NET, *SIZES, "--hardware", path)
     assert done.exit_code == 1
     assert "device_peak_tflops" in done.stderr
