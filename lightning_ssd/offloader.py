@@ -511,7 +511,7 @@ class Offloader:
         return self._last_optimizer_stats + own
 
     def _moved(self) -> OffloadStats:
-        return self.stats.with_optimizers(self.optimizer_stats)
+        return sum((optimizer.moved for optimizer in self.optimizer_stats), start=self.stats)
 
     def _snapshot(self) -> OffloadStats:
         if self._cache is None or self._is_foreign:

@@ -28,7 +28,7 @@ from lightning_ssd.parameters.guard.guard_patches import guard_patches
 from lightning_ssd.parameters.guard.swap_patch import ParameterHooks, swap_patch
 from lightning_ssd.parameters.pager import Place, Unit, Weight
 from lightning_ssd.parameters.units import is_plain
-from lightning_ssd.telemetry.stats import WeightStats
+from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = ["DeviceGradients"]
 
@@ -141,19 +141,15 @@ class DeviceGradients:
         self.pager.border()
 
     @property
-    def stats(self) -> WeightStats:
+    def stats(self) -> OffloadStats:
         """Counters of what has moved, where no weights wait."""
         ssd = self._tiers.ssd
-        return WeightStats(
-            nbytes=0,
-            resident_bytes=0,
-            resident_peak_bytes=0,
-            written_bytes=ssd.progress().written_bytes,
+        return OffloadStats(
+            bytes_written=ssd.progress().written_bytes,
             disk_bytes=ssd.disk_bytes,
             stall_s=self.pager.stall_s,
             stall_backward_s=self.pager.stall_backward_s,
-            num_late=self.pager.num_late,
-            kept_bytes=0,
+            num_late_weights=self.pager.num_late,
         )
 
     def close(self) -> None:

@@ -157,8 +157,8 @@ class PagedParameters:
     def added_to(self, stats: OffloadStats) -> OffloadStats:
         """Return the counters, with those of the weights."""
         if self.weights is not None:
-            return stats.with_weights(self.weights.stats)
-        return stats.with_weights(self.gradients.stats) if isinstance(self.gradients, DeviceGradients) else stats
+            return stats + self.weights.stats
+        return stats + self.gradients.stats if isinstance(self.gradients, DeviceGradients) else stats
 
     def reset_peak(self) -> None:
         """Start the peak anew at what is in memory now."""

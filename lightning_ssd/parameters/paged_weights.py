@@ -31,7 +31,7 @@ from lightning_ssd.parameters.pager import Memory, Pager, Place, Weight
 from lightning_ssd.parameters.residents import Residents
 from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, weights_of, why_it_stays
 from lightning_ssd.parameters.windows import Gathering, Window
-from lightning_ssd.telemetry.stats import WeightStats
+from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = ["Choose", "PagedWeights"]
 
@@ -281,7 +281,7 @@ class PagedWeights(ABC, Generic[Memory]):
     def tell(self) -> None:
         """Log how much waits, and warn of what the user may not expect, of the last module that was registered."""
         self.pager.border()
-        nbytes, held = self.stats.nbytes, self._held
+        nbytes, held = self.stats.weights_bytes, self._held
         if self.residents is None:
             waiting = format_sizes(nbytes)[0] if nbytes else "none"
             _log.info("%s of weights wait on drives between their uses", waiting)
@@ -373,19 +373,19 @@ class PagedWeights(ABC, Generic[Memory]):
     # -- numbers ---------------------------------------------------------------------------------------------------
 
     @property
-    def stats(self) -> WeightStats:
-        """Now."""
+    def stats(self) -> OffloadStats:
+        """The counters of the weights; all others are 0."""
         written_bytes, disk_bytes = self._on_drives
-        return WeightStats(
-            nbytes=sum(weight.memory.nbytes for weight in self.pager.weights),
-            resident_bytes=self.pager.resident_bytes,
-            resident_peak_bytes=self.pager.resident_peak_bytes,
-            written_bytes=written_bytes,
+        return OffloadStats(
+            bytes_written=written_bytes,
             disk_bytes=disk_bytes,
             stall_s=self.pager.stall_s,
             stall_backward_s=self.pager.stall_backward_s,
-            num_late=self.pager.num_late,
-            kept_bytes=0 if self.residents is None else self.residents.kept_bytes,
+            weights_bytes=sum(weight.memory.nbytes for weight in self.pager.weights),
+            weights_resident_bytes=self.pager.resident_bytes,
+            weights_resident_peak_bytes=self.pager.resident_peak_bytes,
+            weights_kept_bytes=0 if self.residents is None else self.residents.kept_bytes,
+            num_late_weights=self.pager.num_late,
         )
 
     @property

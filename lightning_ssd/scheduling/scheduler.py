@@ -33,7 +33,6 @@ from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
 from lightning_ssd.scheduling.plan_maker import PlanMaker
 from lightning_ssd.scheduling.plan_report import DAY_S, Comparison, PlanReport
 from lightning_ssd.scheduling.recorder import Recorder
-from lightning_ssd.telemetry.metrics import PlanReadings
 
 __all__ = ["Scheduler"]
 
@@ -457,23 +456,23 @@ class Scheduler:
         """Return predicted against measured; ``None`` before the first pass that followed a plan."""
         return self.comparison.report(self.num_plans)
 
-    def readings(self) -> PlanReadings | None:
-        """Return those of the last pass; ``None`` if it followed no plan."""
+    def readings(self) -> dict[str, float] | None:
+        """Return bytes and seconds of the last pass, by key of the metric; ``None`` if it followed no plan."""
         if self.comparison.latest is None or not self._is_following:
             return None
         known, measured = self.comparison.latest
-        return PlanReadings(
-            predicted_step_s=known.plan.prediction.step_s,
-            measured_step_s=measured.step_s,
-            predicted_peak_bytes=known.plan.prediction.peak_bytes,
-            measured_peak_bytes=measured.peak_bytes,
-            predicted_stall_s=known.plan.prediction.stall_s,
-            num_plans=self.num_plans,
-            predicted_overhead=known.predicted_overhead,
-            overhead=measured.overhead_ratio,
+        return {
+            "plan/predicted_step_s": known.plan.prediction.step_s,
+            "plan/measured_step_s": measured.step_s,
+            "plan/predicted_peak_gib": known.plan.prediction.peak_bytes,
+            "plan/measured_peak_gib": measured.peak_bytes,
+            "plan/predicted_stall_s": known.plan.prediction.stall_s,
+            "plan/num_plans": self.num_plans,
+            "plan/predicted_overhead_ratio": known.predicted_overhead,
+            "plan/overhead_ratio": measured.overhead_ratio,
             # What no hook sees of recomputed blocks is at the end of the trace, see `with_inner`.
-            recomputed_bytes=sum(storage.nbytes for storage in known.trace.storages[len(known.sizes) :]),
-        )
+            "plan/recomputed_gib": sum(storage.nbytes for storage in known.trace.storages[len(known.sizes) :]),
+        }
 
     def close(self) -> None:
         """End the threads; plans under way are dropped."""

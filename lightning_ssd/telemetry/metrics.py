@@ -23,7 +23,6 @@ __all__ = [
     "NUM_DRIVES",
     "Metric",
     "MetricWindow",
-    "PlanReadings",
     "compute",
     "intersection",
     "merge_ranks",
@@ -168,27 +167,6 @@ MEASURED = ("time/samples_per_s", "time/tokens_per_s")
 _RATES = {metric.key: metric.key.removesuffix("_per_s") for metric in METRICS if metric.merge == "rate"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanReadings:
-    """Prediction against measurement since the last sample; what is ``None`` has no key."""
-
-    predicted_step_s: float | None = None
-    """Forward and backward of one step, stalls included."""
-    measured_step_s: float | None = None
-    predicted_peak_bytes: int | None = None
-    """Resident saved activations at the worst moment."""
-    measured_peak_bytes: int | None = None
-    predicted_stall_s: float | None = None
-    num_plans: int | None = None
-    """Plans made since the start."""
-    predicted_overhead: float | None = None
-    """Stalls, hooks and CPU, relative to the pass without them."""
-    overhead: float | None = None
-    """The measured overhead."""
-    recomputed_bytes: int | None = None
-    """Activations inside of blocks that run again, of one pass, from a trace in which they did not."""
-
-
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
     """Length of the union of ``(start, end)`` intervals; those with ``end <= start`` count nothing."""
     return math.fsum(end - start for start, end in _union(intervals))
@@ -236,7 +214,7 @@ def compute(
     stats_before: OffloadStats,
     stats_now: OffloadStats,
     readings: MemoryReadings,
-    plan: PlanReadings | None = None,
+    plan: Mapping[str, float] | None = None,
     drive_life_days: float | None = None,
     step_s: float | None = None,
     states_bytes: int | None = None,
@@ -251,7 +229,7 @@ def compute(
         stats_before: counters at the last sample.
         stats_now: counters now.
         readings: memory now.
-        plan: what was predicted and measured; ``None``: there is no plan.
+        plan: what was predicted and measured, in bytes and seconds, by key; ``None``: there is no plan.
         drive_life_days: at the vendors' ratings; ``None``: no drive is rated. Infinity (nothing is written) is left
             out, because JSON has no such number.
         step_s: how long the step took; ``None``: it was not measured.
@@ -300,7 +278,7 @@ def compute(
             "memory/activations_ssd_at_peak_gib": worst.drive_bytes,
             "memory/activations_recomputed_at_peak_gib": worst.recomputed_bytes,
         }
-    raw |= _from_events(events, num_drives) | _from_plan(plan or PlanReadings())
+    raw |= _from_events(events, num_drives) | dict(plan or {})
     return {metric.key: value / metric.divisor for metric in METRICS if (value := raw.get(metric.key)) is not None}
 
 
@@ -354,20 +332,6 @@ def _of_drives(moved: Sequence[TransferEvent], num_drives: int) -> dict[str, flo
             raw[f"io/drive{n}_{direction}_gib"] = busy.nbytes
             raw[f"io/drive{n}_{direction}_gib_per_s"] = busy.bytes_per_s
     return {**raw, "io/busiest_drive_ratio": max(by_drive) / sum(by_drive) if any(by_drive) else None}
-
-
-def _from_plan(plan: PlanReadings) -> dict[str, float | None]:
-    return {
-        "plan/predicted_step_s": plan.predicted_step_s,
-        "plan/measured_step_s": plan.measured_step_s,
-        "plan/predicted_peak_gib": plan.predicted_peak_bytes,
-        "plan/measured_peak_gib": plan.measured_peak_bytes,
-        "plan/predicted_stall_s": plan.predicted_stall_s,
-        "plan/num_plans": plan.num_plans,
-        "plan/predicted_overhead_ratio": plan.predicted_overhead,
-        "plan/overhead_ratio": plan.overhead,
-        "plan/recomputed_gib": plan.recomputed_bytes,
-    }
 
 
 class MetricWindow:

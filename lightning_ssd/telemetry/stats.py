@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from lightning_ssd.common.formatting import format_sizes
 
-__all__ = ["Counters", "OffloadStats", "OptimizerStats", "SavedBytes", "WeightStats", "describe_held"]
+__all__ = ["Counters", "OffloadStats", "OptimizerStats", "SavedBytes", "describe_held"]
 
 
 def describe_held(held_bytes: float, saved_bytes: float) -> str:
@@ -43,7 +42,7 @@ class OffloadStats:
     stall_backward_s: float = 0.0
     """The part in backward; what is not in backward or an update is in forward."""
     stall_update_s: float = 0.0
-    """The part in the steps of optimizers: :meth:`with_optimizers` adds it."""
+    """The part in the steps of optimizers: see :attr:`OptimizerStats.moved`."""
     hook_s: float = 0.0
     """Time of training threads inside the hooks, without stalls. On a device, queued kernels hide forward's."""
     cpu_s: float = 0.0
@@ -92,33 +91,9 @@ class OffloadStats:
     num_late_weights: int = 0
     """Uses of a block's weights that no prefetch had foreseen, so that their whole read was a stall."""
 
-    def with_weights(self, weights: WeightStats) -> OffloadStats:
-        """Return a copy with the numbers of the weights."""
-        return replace(
-            self,
-            bytes_written=self.bytes_written + weights.written_bytes,
-            disk_bytes=self.disk_bytes + weights.disk_bytes,
-            stall_s=self.stall_s + weights.stall_s,
-            stall_backward_s=self.stall_backward_s + weights.stall_backward_s,
-            weights_bytes=weights.nbytes,
-            weights_resident_bytes=weights.resident_bytes,
-            weights_resident_peak_bytes=weights.resident_peak_bytes,
-            num_late_weights=weights.num_late,
-            weights_kept_bytes=weights.kept_bytes,
-        )
-
-    def with_optimizers(self, optimizers: Iterable[OptimizerStats]) -> OffloadStats:
-        """Return a copy with the bytes and stalls of optimizer states."""
-        total = self
-        for states in optimizers:
-            total = replace(
-                total,
-                bytes_written=total.bytes_written + states.written_bytes,
-                bytes_read=total.bytes_read + states.read_bytes,
-                stall_s=total.stall_s + states.stall_s,
-                stall_update_s=total.stall_update_s + states.stall_s,
-            )
-        return total
+    def __add__(self, other: OffloadStats) -> OffloadStats:
+        """Add all counters: the cache, weights and optimizers each count their own part."""
+        return OffloadStats(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +112,6 @@ class SavedBytes:
     def drive_bytes(self) -> int:
         """On drives."""
         return self.saved_bytes - self.resident_bytes - self.host_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightStats:
-    """Totals of the weights that wait on drives."""
-
-    nbytes: int = 0
-    resident_bytes: int = 0
-    resident_peak_bytes: int = 0
-    written_bytes: int = 0
-    disk_bytes: int = 0
-    stall_s: float = 0.0
-    stall_backward_s: float = 0.0
-    num_late: int = 0
-    kept_bytes: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -229,3 +189,13 @@ class OptimizerStats:
     """Time in the user's optimizer."""
     step_s: float = 0.0
     """Time in steps without their closures."""
+
+    @property
+    def moved(self) -> OffloadStats:
+        """Bytes and stalls, to add to the counters of the offloader."""
+        return OffloadStats(
+            bytes_written=self.written_bytes,
+            bytes_read=self.read_bytes,
+            stall_s=self.stall_s,
+            stall_update_s=self.stall_s,
+        )

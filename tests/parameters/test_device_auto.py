@@ -141,7 +141,7 @@ def test_with_room_for_all_nothing_moves(options: dict[str, Any], opened: Opened
     assert all("forward" not in vars(module) for module in model.modules())
     assert all(not parameter._backward_hooks for parameter in model.parameters())
     parts = offloader._parts.parameters
-    assert parts.weights.stats.written_bytes == parts.weights.stats.nbytes == 0
+    assert parts.weights.stats.bytes_written == parts.weights.stats.weights_bytes == 0
     assert offloader.stats.weights_kept_bytes == ALL_BYTES + (NUM_BLOCKS * 4 * WIDTH * WIDTH if options else 0)
 
 

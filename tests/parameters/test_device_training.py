@@ -76,7 +76,7 @@ def opened(spill_dir: Path) -> Iterator[Opened]:
 
 def written(offloader: Offloader) -> int:
     """Bytes of weights that went to the drive."""
-    number: int = offloader._parts.parameters.weights.stats.written_bytes
+    number: int = offloader._parts.parameters.weights.stats.bytes_written
     return number
 
 

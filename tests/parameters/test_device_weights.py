@@ -118,10 +118,10 @@ def test_frozen_weights_are_written_once(host_memory: Any, opened: Callable[...,
     offloader = opened(model, host_memory=host_memory)
     expected = train(plain, steps=5)
     found = train(model, offloader, steps=2)
-    written = offloader._parts.parameters.weights.stats.written_bytes
+    written = offloader._parts.parameters.weights.stats.bytes_written
     assert (written == 0) == (host_memory == "1GiB")
     found += train(model, offloader, steps=3)
-    assert offloader._parts.parameters.weights.stats.written_bytes == written
+    assert offloader._parts.parameters.weights.stats.bytes_written == written
     del found, expected
 
 

@@ -16,6 +16,7 @@ from lightning_ssd.planning.planner import smallest_budget
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling import plan_maker as module
 from lightning_ssd.scheduling.clock import Clock, HostClock
+from lightning_ssd.telemetry.metrics import METRICS
 from tests.support.fake_passes import (
     COUNT,
     FAST,
@@ -227,7 +228,7 @@ def test_readings_tell_what_is_recomputed() -> None:
         readings = made.readings()
         assert blocks
         assert readings is not None
-        assert readings.recomputed_bytes == 3 * NBYTES * len(blocks)
+        assert readings["plan/recomputed_gib"] == 3 * NBYTES * len(blocks)
 
 
 @pytest.mark.parametrize("limit", [{"activation_budget": 6 * NBYTES}, {"wear_bytes_per_day": 1}, {}])
@@ -279,10 +280,12 @@ def test_readings_are_those_of_the_last_pass() -> None:
         known, readings = cursor.completed(), made.readings()
         assert known is not None
         assert readings is not None
-        assert readings.predicted_step_s == known.plan.prediction.step_s
-        assert readings.predicted_peak_bytes == known.plan.prediction.peak_bytes
-        assert (readings.measured_step_s, readings.measured_peak_bytes, readings.num_plans) == (1.25, NBYTES, 1)
-        assert readings.recomputed_bytes == 0
+        assert set(readings) == {metric.key for metric in METRICS if metric.key.startswith("plan/")}
+        assert readings["plan/predicted_step_s"] == known.plan.prediction.step_s
+        assert readings["plan/predicted_peak_gib"] == known.plan.prediction.peak_bytes
+        assert readings["plan/measured_step_s"] == 1.25
+        assert readings["plan/measured_peak_gib"] == NBYTES
+        assert (readings["plan/num_plans"], readings["plan/recomputed_gib"]) == (1, 0)
 
 
 def test_the_limit_of_wear_is_that_of_one_pass() -> None:

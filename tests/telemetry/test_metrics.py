@@ -14,7 +14,6 @@ from lightning_ssd.telemetry.metrics import (
     METRICS,
     NUM_DRIVES,
     MetricWindow,
-    PlanReadings,
     compute,
     intersection,
     merge_ranks,
@@ -107,17 +106,17 @@ NOW = OffloadStats(
 READINGS = MemoryReadings(host_bytes=GIB, host_peak_bytes=2 * GIB, device_bytes=0, device_peak_bytes=3 * GIB)
 
 
-PLAN = PlanReadings(
-    predicted_step_s=4.0,
-    measured_step_s=5.0,
-    predicted_peak_bytes=GIB,
-    measured_peak_bytes=2 * GIB,
-    predicted_stall_s=0.25,
-    num_plans=3,
-    predicted_overhead=0.02,
-    overhead=0.04,
-    recomputed_bytes=GIB // 8,
-)
+PLAN = {
+    "plan/predicted_step_s": 4.0,
+    "plan/measured_step_s": 5.0,
+    "plan/predicted_peak_gib": GIB,
+    "plan/measured_peak_gib": 2 * GIB,
+    "plan/predicted_stall_s": 0.25,
+    "plan/num_plans": 3,
+    "plan/predicted_overhead_ratio": 0.02,
+    "plan/overhead_ratio": 0.04,
+    "plan/recomputed_gib": GIB // 8,
+}
 AT_PEAK = [metric.key for metric in METRICS if "at_peak" in metric.key]
 DRIVES = [metric.key for metric in METRICS if metric.key.startswith("io/drive")]
 
@@ -274,7 +273,7 @@ def test_what_has_no_number_has_no_key():
 
 
 def test_only_what_a_plan_knows_has_a_key():
-    row = sample(plan=PlanReadings(measured_step_s=0.0, num_plans=0))
+    row = sample(plan={"plan/measured_step_s": 0.0, "plan/num_plans": 0})
     assert {key: value for key, value in row.items() if key.startswith("plan/")} == {
         "plan/measured_step_s": 0,
         "plan/num_plans": 0,
