@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
@@ -23,7 +23,14 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.strategies.names import POLICIES
-from lightning_ssd.strategies.session import OffloadSession, check_options, offloaded, offloaded_optimizers_hidden
+from lightning_ssd.strategies.session import (
+    OffloadSession,
+    check_options,
+    offloaded,
+    offloaded_optimizers_hidden,
+    refuse_master_weights,
+    refuse_weights,
+)
 from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = ["OffloadCallback", "callbacks_from_environment"]
@@ -32,19 +39,6 @@ VARIABLE = "LIGHTNING_SSD"
 _REFUSED = ("FSDPStrategy", "DeepSpeedStrategy")
 """Strategies of Lightning that free the memory of weights between their uses, which has not been tried with this."""
 _FRESH = {"_session": None, "_put_back": None, "_num_ended": 0}
-
-
-class _Owner(NamedTuple):
-    """The facts that a session reads from its strategy, for a strategy of another package."""
-
-    policy: OffloadPolicy
-    hardware: HardwareProfile
-    root_device: torch.device
-    global_rank: int
-    local_rank: int
-    num_processes: int
-    is_distributed: bool
-    is_sharded: bool
 
 
 @callback_of_both_packages
@@ -74,13 +68,7 @@ class OffloadCallback(Callback):
 
     def __init__(self, policy: OffloadPolicy | None = None, *, hardware: HardwareProfile | None = None) -> None:
         self.policy, self.hardware = check_options(policy, hardware)
-        for name in ("parameters", "gradients"):
-            if (value := getattr(self.policy, name)) != "keep":
-                raise ConfigError(
-                    f"OffloadCallback got OffloadPolicy.{name}={value!r}, and only a strategy that builds the model "
-                    "can offload these. Write Trainer(strategy=SSDOffloadStrategy(policy=...)), or "
-                    f"SSDOffloadFSDPStrategy for shards, in place of the callback; or write {name}='keep'"
-                )
+        refuse_weights("OffloadCallback", self.policy)
         self._session: OffloadSession | None = None
         self._put_back: Callable[[], None] | None = None  # while the strategy's methods are replaced
         self._num_ended = 0
@@ -131,22 +119,18 @@ class OffloadCallback(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy, directory = trainer.strategy, trainer.default_root_dir
         is_sharded = any(map(is_shard, pl_module.parameters()))
-        if is_sharded and self.policy.master_weights:
-            raise ConfigError(
-                "OffloadCallback got OffloadPolicy.master_weights=True for a sharded model. Write master_weights=False "
-                "and keep float32 parameters, with fully_shard(..., "
-                "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)): FSDP2 casts them for each use"
-            )
+        if is_sharded:
+            refuse_master_weights("OffloadCallback", self.policy)
         is_automatic = pl_module.automatic_optimization
-        owner = _Owner(
-            self.policy,
-            self.hardware,
-            strategy.root_device,
-            trainer.global_rank,
-            trainer.local_rank,
-            trainer.num_devices,
-            trainer.world_size > 1,
-            is_sharded,
+        owner = SimpleNamespace(
+            policy=self.policy,
+            hardware=self.hardware,
+            root_device=strategy.root_device,
+            global_rank=trainer.global_rank,
+            local_rank=trainer.local_rank,
+            num_processes=trainer.num_devices,
+            is_distributed=trainer.world_size > 1,
+            is_sharded=is_sharded,
         )
         # With manual optimization one process may run other backwards than the rest, so that each plans by itself.
         self._session = OffloadSession(

@@ -14,6 +14,7 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.strategies.batch_signature import signature_of
+from lightning_ssd.strategies.session import refuse_weights
 from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = ["OffloadTrainerMixin"]
@@ -135,12 +136,7 @@ class OffloadTrainerMixin:
                 "the last train() ended in the middle of an update whose states waited, so that weights and states are "
                 "partly new. Make a new Trainer and call its train(resume_from_checkpoint=...)"
             )
-        for name in ("parameters", "gradients"):
-            if (value := getattr(self.policy, name)) != "keep":
-                raise ConfigError(
-                    f"OffloadTrainerMixin got OffloadPolicy.{name}={value!r}, and the Trainer of transformers moves "
-                    f'weights by itself. Write {name}="keep", or train with L.Trainer(strategy=SSDOffloadStrategy(...))'
-                )
+        refuse_weights("OffloadTrainerMixin", self.policy)
         for what, is_on in (
             ("FSDP", getattr(self, "is_fsdp_enabled", False)),
             ("DeepSpeed", getattr(self, "is_deepspeed_enabled", False)),

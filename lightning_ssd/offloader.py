@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 
 import torch
@@ -150,7 +150,7 @@ class Offloader:
         if not self.is_open:
             stack = ExitStack()
             try:
-                with StatusLine("Opening spill files", delay_s=0), deferring_interrupts(), torch.inference_mode(False):
+                with _undisturbed("Opening spill files"):
                     self._open(stack, self._device or device_of(modules))
                     self._finalizer = close_at_exit(self, stack)
                     self._resources = stack
@@ -231,7 +231,7 @@ class Offloader:
             self._finalizer.detach()
             resources.pop_all()
             return
-        with StatusLine("Closing spill files", delay_s=0), deferring_interrupts(), torch.inference_mode(False):
+        with _undisturbed("Closing spill files"):
             failure, is_bypassed = self._close(resources, cache)
         if failure is not None:
             raise failure
@@ -397,9 +397,8 @@ class Offloader:
         if self.policy.optimizer_states == "keep" or resources is None or parameter is None:
             return optimizer
         environment = self._environment(parameter.device, copies=None)
-        doing = "Opening and trying the files of optimizer states"
         with ExitStack() as undo:
-            with StatusLine(doing, delay_s=0), deferring_interrupts(), torch.inference_mode(False):
+            with _undisturbed("Opening and trying the files of optimizer states"):
                 files = open_state_files(self.policy, environment)
                 undo.callback(files.close)
             offloaded = OffloadedOptimizer(
@@ -654,6 +653,13 @@ class Offloader:
         if self._cache is None or self._is_foreign or not self._cache.is_free_within(_NUMBERS_S):
             return None
         return self._cache.take_worst()
+
+
+@contextmanager
+def _undisturbed(doing: str) -> Iterator[None]:
+    """Show a line while files are opened or closed, defer Ctrl-C to the end, and make no inference tensors."""
+    with StatusLine(doing, delay_s=0), deferring_interrupts(), torch.inference_mode(False):
+        yield
 
 
 def _refuse_within(name: str, cache: TensorCache) -> None:

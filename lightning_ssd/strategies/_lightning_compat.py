@@ -9,7 +9,7 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -34,7 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ssd.errors import BudgetError
-from lightning_ssd.strategies.ddp_options import StartMethod
+
+if TYPE_CHECKING:
+    from lightning_ssd.strategies.processes import StartMethod
 
 __all__ = [
     "allow_compiled_modules",

@@ -9,10 +9,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
-from lightning_ssd.errors import ConfigError
 from lightning_ssd.monitor import OffloadMonitor
 
-__all__ = ["DefaultMonitor", "check_log_metrics"]
+__all__ = ["DefaultMonitor"]
 
 
 class DefaultMonitor(OffloadMonitor):
@@ -54,14 +53,3 @@ class DefaultMonitor(OffloadMonitor):
     def _detach(self, trainer: pl.Trainer) -> None:
         # A new list, because Lightning is iterating over the other one.
         trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
-
-
-def check_log_metrics(owner: object, log_metrics: object) -> bool:
-    """Refuse a value that is neither ``True`` nor ``False``, else return it.
-
-    Raises:
-        ConfigError: the value is of another type; the error names the owner's class.
-    """
-    if not isinstance(log_metrics, bool):
-        raise ConfigError(f"{type(owner).__name__}.log_metrics={log_metrics!r} is no switch. Write True or False")
-    return log_metrics

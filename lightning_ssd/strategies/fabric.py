@@ -25,21 +25,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ssd.common.accelerators import device_types
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
-from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
-from lightning_ssd.strategies._lightning_compat import (
-    become_one_device,
-    is_interactive,
-    stands_for_base_backward,
-)
+from lightning_ssd.strategies._lightning_compat import become_one_device, stands_for_base_backward
 from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
-from lightning_ssd.strategies.ddp_options import StartMethod, check_start_method, ddp_arguments
 from lightning_ssd.strategies.forward_context import ForwardContextPatch
 from lightning_ssd.strategies.one_trainer import one_trainer
-from lightning_ssd.strategies.replicas import check_model, check_policy
+from lightning_ssd.strategies.processes import (
+    StartMethod,
+    check_launch,
+    check_model,
+    check_start_method,
+    ddp_arguments,
+)
 from lightning_ssd.strategies.session import OffloadSession, check_options
 from lightning_ssd.telemetry.stats import OffloadStats
 
@@ -215,33 +214,19 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        name, devices = type(self).__name__, self.parallel_devices or [torch.device("cpu")]
-        if devices[0].type not in device_types():  # a trial would start the device before a launch
-            types = ", ".join(map(repr, device_types()))
-            raise ConfigError(
-                f"{name} got a device of type {devices[0].type!r}, and can only offload from {types}. "
-                "Pass accelerator='cpu' or another strategy to Fabric"
-            )
+        check_launch(self, "Fabric", (self.parallel_devices or [torch.device("cpu")])[0])
         has_waiting = self.policy.optimizer_states != "keep" or self.policy.parameters != "keep"
         if has_waiting and self._checkpoint_io is None:
             self.checkpoint_io = StreamedCheckpointIO()
         if not self.is_distributed:
             become_one_device(self)
             return
-        if is_interactive() and self._start_method != "fork":
-            raise ConfigError(
-                f"{name} got {self.num_processes} devices in an interactive session with "
-                f"start_method={self._start_method!r}, which cannot run there. Write devices=1, or "
-                f"{name}(start_method='fork')"
-            )
-        check_policy(name, self.num_nodes * self.num_processes, self.policy)
         super()._configure_launcher()
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # one device needs no wrapper
         self._is_closed = False
-        if self.is_distributed:
-            check_model(type(self).__name__, self.num_nodes * self.num_processes, self.policy, module)
+        check_model(self, module)
         wrapped = self._wrapped(module) if self.is_distributed else module
         self._stand_ins = [stood for stood in self._stand_ins if stood.module is not None]
         if all(stood.module is not wrapped for stood in self._stand_ins):

@@ -22,6 +22,7 @@ from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.strategies.mixin import OffloadMixin
+from lightning_ssd.strategies.session import refuse_master_weights
 
 __all__ = ["SSDOffloadFSDPStrategy"]
 
@@ -113,12 +114,7 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         if precision_plugin is not None:
             self.precision_plugin = precision_plugin
         self._wanted_sizes = data_parallel_size, tensor_parallel_size
-        if self.policy.master_weights:
-            raise ConfigError(
-                f"{type(self).__name__} got OffloadPolicy.master_weights=True. Write master_weights=False and keep "
-                "float32 parameters, with fully_shard(..., "
-                "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)): FSDP2 casts them for each use"
-            )
+        refuse_master_weights(type(self).__name__, self.policy)
 
     @override
     def _configure_launcher(self) -> None:

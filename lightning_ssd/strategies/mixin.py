@@ -15,12 +15,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch._dynamo.eval_frame import OptimizedModule
 from typing_extensions import override
 
+from lightning_ssd.common.validation import expect
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.strategies._lightning_compat import is_compiled_by_lightning
 from lightning_ssd.strategies.batch_signature import signature_of
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
-from lightning_ssd.strategies.default_monitor import DefaultMonitor, check_log_metrics
+from lightning_ssd.strategies.default_monitor import DefaultMonitor
 from lightning_ssd.strategies.one_trainer import one_trainer
 from lightning_ssd.strategies.session import FitSession, check_options, offloaded, offloaded_optimizers_hidden
 from lightning_ssd.strategies.single_or_ddp import WithModule
@@ -53,7 +54,8 @@ class OffloadMixin(WithModule):
     ) -> None:
         super().__init__(*others, **named)
         self.policy, self.hardware = check_options(policy, hardware)
-        self._monitor = DefaultMonitor() if check_log_metrics(self, log_metrics) else None
+        expect(f"{type(self).__name__}.log_metrics", log_metrics, bool, "True or False")
+        self._monitor = DefaultMonitor() if log_metrics else None
         self._session: FitSession | None = None
 
     @property

@@ -5,26 +5,29 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
 
 from lightning_ssd._environment import rank_directory
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.errors import BudgetError, ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
-from lightning_ssd.strategies.batch_size_finder import BatchSizeFinderAdapter
+from lightning_ssd.strategies._lightning_compat import as_out_of_memory, is_trying_a_size
 
 __all__ = [
     "FitSession",
     "OffloadSession",
-    "Owner",
     "check_options",
     "offloaded",
     "offloaded_optimizers_hidden",
+    "refuse_master_weights",
+    "refuse_weights",
 ]
 
 
@@ -34,6 +37,35 @@ def check_options(
     """Check the user's policy and hardware, and return them with defaults for missing ones. Opens nothing."""
     checked = Offloader(policy=policy, hardware=hardware)
     return checked.policy, checked.hardware
+
+
+def refuse_weights(owner: str, policy: OffloadPolicy) -> None:
+    """Refuse a policy that offloads weights or gradients, for an owner that does not build the model.
+
+    Raises:
+        ConfigError: the policy does; the error names the owner.
+    """
+    for name in ("parameters", "gradients"):
+        if (value := getattr(policy, name)) != "keep":
+            raise ConfigError(
+                f"{owner} got OffloadPolicy.{name}={value!r}, and only a strategy that builds the model can offload "
+                f"these. Write {name}='keep', or train with Trainer(strategy=SSDOffloadStrategy(policy=...)), or "
+                "SSDOffloadFSDPStrategy for shards"
+            )
+
+
+def refuse_master_weights(owner: str, policy: OffloadPolicy) -> None:
+    """Refuse float32 copies of weights for a sharded model, which has float32 shards already.
+
+    Raises:
+        ConfigError: the policy has ``master_weights=True``; the error names the owner.
+    """
+    if policy.master_weights:
+        raise ConfigError(
+            f"{owner} got OffloadPolicy.master_weights=True for a sharded model. Write master_weights=False and keep "
+            "float32 parameters, with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)): "
+            "FSDP2 casts them for each use"
+        )
 
 
 @contextmanager
@@ -61,38 +93,17 @@ def offloaded(optimizer: Any, offloader: Offloader) -> Any:
     return optimizer if found is inner else found
 
 
-class Owner(Protocol):
-    """The properties of a strategy that a session reads."""
-
-    @property
-    def policy(self) -> OffloadPolicy: ...
-    @property
-    def hardware(self) -> HardwareProfile: ...
-    @property
-    def root_device(self) -> torch.device: ...
-    @property
-    def global_rank(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def num_processes(self) -> int: ...
-    @property
-    def is_distributed(self) -> bool: ...
-    @property
-    def is_sharded(self) -> bool: ...
-
-
 class OffloadSession:
     """Owns a strategy's offloader, not yet open, whose plans equal those of the other processes.
 
     Args:
-        owner: the strategy; it is read now, and not kept.
+        owner: the strategy; its policy, hardware, device, ranks and processes are read now, and it is not kept.
         default_directory: used when neither ``hardware.paths`` nor ``$LIGHTNING_SSD_PATHS`` names a directory.
         meets_others: returns whether all processes call the offloader alike now; else each process plans by itself.
     """
 
     def __init__(
-        self, owner: Owner, *, default_directory: str | os.PathLike[str] | None, meets_others: Callable[[], bool]
+        self, owner: Any, *, default_directory: str | os.PathLike[str] | None, meets_others: Callable[[], bool]
     ) -> None:
         self._device = owner.root_device
         # Not kept for one process: it refers to the strategy, which would then die only by the garbage collector.
@@ -137,29 +148,41 @@ class FitSession(OffloadSession):
         meets_others: as in :class:`OffloadSession`, once :attr:`is_set_up`. Before, all processes act alike.
     """
 
-    def __init__(self, owner: Owner, trainer: pl.Trainer, *, meets_others: Callable[[], bool]) -> None:
+    def __init__(self, owner: Any, trainer: pl.Trainer, *, meets_others: Callable[[], bool]) -> None:
         directory = trainer.default_root_dir
         super().__init__(owner, default_directory=None if "://" in directory else directory, meets_others=meets_others)
         self.is_set_up = False
         """Whether it is between the end of ``setup`` and ``teardown``."""
         self.num_borders = 0
         """Number of backwards that have ended."""
-        self._size_trial = BatchSizeFinderAdapter(trainer)
+        self._trainer = trainer
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._size_finders = [callback for callback in callbacks if isinstance(callback, BatchSizeFinder)]
 
     @property
     def meets_others(self) -> bool:
         """Whether there are other processes, and all come by alike just now."""
         return self._meets_others is not None and (not self.is_set_up or self._meets_others())
 
-    def translated(self) -> AbstractContextManager[None]:
+    @property
+    def _is_trying_a_size(self) -> bool:
+        return is_trying_a_size(self._trainer, self._size_finders)
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
         """Return a context that translates a :class:`~lightning_ssd.errors.BudgetError` for the batch-size finder."""
-        return self._size_trial.translated()
+        try:
+            yield
+        except BudgetError as error:
+            if not self._is_trying_a_size:
+                raise
+            raise as_out_of_memory(error) from error
 
     def end_backward(self) -> None:
         """End a backward of the offloader."""
         with self.translated():
             self.offloader.end_backward()
-            if self._size_trial.is_on:
+            if self._is_trying_a_size:
                 self.offloader.wait_for_plan()  # so that the trial ends with a verdict
         self.num_borders += 1
 

@@ -28,10 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ssd.common.accelerators import device_types
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies import _lightning_compat as compat
-from lightning_ssd.strategies.ddp_options import StartMethod, check_start_method
+from lightning_ssd.strategies.processes import StartMethod, check_start_method
 
 __all__ = ["GroupOptions", "HookOptions", "SingleOrDDPStrategy", "WithModule"]
 
@@ -187,24 +186,10 @@ class SingleOrDDPStrategy(WithModule):
 
     @override
     def _configure_launcher(self) -> None:
-        name = type(self).__name__
-        if self.root_device.type not in device_types():  # a trial would start the device before a launch
-            types = ", ".join(map(repr, device_types()))
-            raise ConfigError(
-                f"{name} got a device of type {self.root_device.type!r}, and can only offload from {types}. "
-                "Pass accelerator='cpu' or another strategy to the Trainer"
+        if self.is_distributed and self.cluster_environment is not None:
+            self._launcher = compat.make_launcher(
+                self, self.cluster_environment, self._start_method, self.num_processes, self.num_nodes
             )
-        if not self.is_distributed or self.cluster_environment is None:
-            return
-        if compat.is_interactive() and self._start_method != "fork":
-            raise ConfigError(
-                f"{name} got {self.num_processes} devices in an interactive session with "
-                f"start_method={self._start_method!r}, which cannot run there. Write devices=1, or "
-                f"{name}(start_method='fork')"
-            )
-        self._launcher = compat.make_launcher(
-            self, self.cluster_environment, self._start_method, self.num_processes, self.num_nodes
-        )
 
     @override
     def setup_environment(self) -> None:

@@ -15,9 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
-from lightning_ssd.strategies.ddp_options import StartMethod, ddp_arguments
 from lightning_ssd.strategies.mixin import OffloadMixin
-from lightning_ssd.strategies.replicas import check_model, check_policy
+from lightning_ssd.strategies.processes import StartMethod, check_launch, check_model, ddp_arguments
 from lightning_ssd.strategies.single_or_ddp import GroupOptions, HookOptions, SingleOrDDPStrategy
 
 __all__ = ["SSDOffloadStrategy"]
@@ -112,15 +111,14 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self.is_distributed:
-            check_policy(type(self).__name__, self.num_nodes * self.num_processes, self.policy)
+        check_launch(self, "Trainer", self.root_device)
         super()._configure_launcher()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
-        if self.is_distributed and trainer.state.fn == TrainerFn.FITTING and module is not None:
-            check_model(type(self).__name__, self.num_nodes * self.num_processes, self.policy, module)
+        if trainer.state.fn == TrainerFn.FITTING and module is not None:
+            check_model(self, module)
         super().setup(trainer)
 
     @override

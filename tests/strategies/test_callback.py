@@ -293,7 +293,7 @@ def test_the_environment_names_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
             "policy: {activation: offload}",
             r"has policy={'activation': .*\. Write settings among activation_b",
         ),
-        ("everything", None, r"OffloadPolicy\.parameters='offload', .* write parameters='keep'"),
+        ("everything", None, r"OffloadPolicy\.parameters='offload', .* Write parameters='keep'"),
     ],
 )
 def test_a_wrong_environment_is_refused(monkeypatch, tmp_path: Path, text: str, content: str | None, message: str):
