@@ -1,4 +1,5 @@
-"""Use Lightning's private parts (2.6). Each function names the place in Lightning that it depends on.
+"""Use Lightning's private parts (2.6). Each function names the place in Lightning that it depends on, and parts that
+are used as they are get a name of ours in the imports.
 
 ``tests/strategies/test_lightning_compat.py`` asserts that each of these places is still as described here.
 """
@@ -17,20 +18,18 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_processes
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.callbacks import BatchSizeFinder
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook, _sync_module_states
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook as register_comm_hook
+from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.utilities.exceptions import _augment_message
-from torch.nn.parallel import DistributedDataParallel
+from lightning.pytorch.utilities.exceptions import _augment_message as explain
 from typing_extensions import override
 
 from lightning_ssd.errors import BudgetError
@@ -39,12 +38,12 @@ if TYPE_CHECKING:
     from lightning_ssd.strategies.processes import StartMethod
 
 __all__ = [
+    "DDPForwardRedirection",
     "allow_compiled_modules",
     "as_out_of_memory",
     "become_one_device",
     "default_backend",
     "explain",
-    "forward_redirection",
     "is_compiled_by_lightning",
     "is_interactive",
     "is_trying_a_size",
@@ -186,51 +185,9 @@ def make_launcher(
     return _MultiProcessingLauncher(strategy, start_method=start_method)
 
 
-def default_backend(device: torch.device) -> str:
-    """Name the process group's backend for a device.
-
-    It is ``_get_default_process_group_backend_for_device`` in ``lightning.fabric.utilities.distributed``.
-    """
-    return _get_default_process_group_backend_for_device(device)
-
-
 def start_process_group(
     environment: ClusterEnvironment, backend: str, timeout: timedelta | None, device: torch.device
 ) -> None:
     """Meet the other processes: ``_init_dist_connection`` in ``lightning.fabric.utilities.distributed``."""
     device_id = None if device.type == "cpu" else device
     _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
-
-
-def reduce_over_processes(tensor: torch.Tensor, group: Any | None, reduce_op: Any) -> torch.Tensor:
-    """All-reduce: ``_sync_ddp_if_available`` in ``lightning.fabric.utilities.distributed``."""
-    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-
-def sync_module_states(module: torch.nn.Module) -> None:
-    """Send rank zero's states: ``_sync_module_states`` in ``lightning.pytorch.overrides.distributed``."""
-    _sync_module_states(module)
-
-
-def register_comm_hook(
-    model: DistributedDataParallel,
-    state: object | None,
-    hook: Callable[..., Any] | None,
-    wrapper: Callable[..., Any] | None,
-) -> None:
-    """Replace the gradient all-reduce: ``_register_ddp_comm_hook`` in ``lightning.pytorch.overrides.distributed``."""
-    _register_ddp_comm_hook(model, state, hook, wrapper)
-
-
-def forward_redirection() -> Any:
-    """Make the object that calls ``training_step`` through DDP's ``forward``.
-
-    It is ``_DDPForwardRedirection`` in ``lightning.pytorch.strategies.ddp``, and belongs into
-    ``Strategy._forward_redirection`` (``lightning.pytorch.strategies.strategy``).
-    """
-    return _DDPForwardRedirection()
-
-
-def explain(exception: BaseException, pattern: str, message: str) -> None:
-    """Replace an exception's message: ``_augment_message`` in ``lightning.pytorch.utilities.exceptions``."""
-    _augment_message(exception, pattern=pattern, new_message=message)

@@ -115,7 +115,7 @@ class SingleOrDDPStrategy(WithModule):
         self._averaging = self._averaging_arguments(hook.state, hook.averaging_period)
         self._averager: Any = None
         self._ddp_arguments = ddp_arguments
-        self._forward_redirection = compat.forward_redirection()
+        self._forward_redirection = compat.DDPForwardRedirection()
         self._static_graph_started = False
         self._fitting = False
 
@@ -252,7 +252,7 @@ class SingleOrDDPStrategy(WithModule):
         compat.explain(
             exception,
             pattern=".*Expected to have finished reduction in the prior iteration.*",
-            message=(
+            new_message=(
                 "Some parameters took no part in the loss that training_step returned. If that is intended, pass "
                 f"strategy={type(self).__name__}(find_unused_parameters=True) to the Trainer."
             ),
@@ -317,7 +317,7 @@ class SingleOrDDPStrategy(WithModule):
         self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> torch.Tensor | Any:
         if self._has_group and isinstance(tensor, torch.Tensor):
-            return compat.reduce_over_processes(tensor, group, reduce_op)
+            return compat.reduce_over_processes(tensor, group, reduce_op=reduce_op)
         return tensor
 
     @override
