@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -32,29 +32,9 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies import _lightning_compat as compat
 from lightning_ssd.strategies.processes import StartMethod, check_start_method
 
-__all__ = ["GroupOptions", "HookOptions", "SingleOrDDPStrategy", "WithModule"]
+__all__ = ["SingleOrDDPStrategy", "WithModule"]
 
 _T = TypeVar("_T")
-
-
-class GroupOptions(NamedTuple):
-    """How several processes start and find each other."""
-
-    backend: str | None
-    """Backend of the process group; ``None``: by device."""
-    timeout: timedelta | None
-    """Timeout of the process group; ``None``: the backend's own."""
-    start_method: StartMethod
-
-
-class HookOptions(NamedTuple):
-    """Hooks for the communication of gradients between processes."""
-
-    state: object | None
-    hook: Callable[..., Any] | None
-    wrapper: Callable[..., Any] | None
-    averaging_period: int | None
-    """Number of steps between averages of the parameters; with post-local SGD only."""
 
 
 class WithModule(ParallelStrategy):
@@ -89,9 +69,18 @@ class SingleOrDDPStrategy(WithModule):
         cluster_environment: how processes find each other.
         checkpoint_io: writes and reads checkpoints.
         precision_plugin: set by the Trainer.
-        group: options of the process group. This and the following are for several processes.
-        hook: hook for ``DistributedDataParallel``, also on a CPU.
+        process_group_backend: backend of the process group; ``None``: by device. This and the following are for several
+            processes.
+        timeout: timeout of the process group; ``None``: the backend's own.
+        start_method: how processes start.
+        ddp_comm_state: state for the hook.
+        ddp_comm_hook: hook for ``DistributedDataParallel``, also on a CPU.
+        ddp_comm_wrapper: wraps the hook.
+        model_averaging_period: steps between averages of the parameters; with post-local SGD only.
         ddp_arguments: more arguments for ``DistributedDataParallel``.
+
+    Raises:
+        ConfigError: there is no such start method; or only one of state and period is given, and would be ignored.
     """
 
     def __init__(
@@ -101,18 +90,24 @@ class SingleOrDDPStrategy(WithModule):
         cluster_environment: ClusterEnvironment | None,
         checkpoint_io: CheckpointIO | None,
         precision_plugin: Precision | None,
-        group: GroupOptions,
-        hook: HookOptions,
+        *,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        start_method: StartMethod,
+        ddp_comm_state: object | None,
+        ddp_comm_hook: Callable[..., Any] | None,
+        ddp_comm_wrapper: Callable[..., Any] | None,
+        model_averaging_period: int | None,
         ddp_arguments: dict[str, Any],
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        check_start_method(self, group.start_method)
+        check_start_method(self, start_method)
         self.num_nodes = 1
-        self.process_group_backend = group.backend
-        self._timeout = group.timeout
-        self._start_method = group.start_method
-        self._hook = hook
-        self._averaging = self._averaging_arguments(hook.state, hook.averaging_period)
+        self.process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method = start_method
+        self._hook = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
+        self._averaging = self._averaging_arguments(ddp_comm_state, model_averaging_period)
         self._averager: Any = None
         self._ddp_arguments = ddp_arguments
         self._forward_redirection = compat.DDPForwardRedirection()
@@ -120,11 +115,7 @@ class SingleOrDDPStrategy(WithModule):
         self._fitting = False
 
     def _averaging_arguments(self, state: object | None, period: int | None) -> dict[str, Any] | None:
-        """Return the arguments of the averager for post-local SGD; ``None``: no averages.
-
-        Raises:
-            ConfigError: only one of state and period is given, and would be ignored.
-        """
+        """Return the arguments of the averager for post-local SGD; ``None``: no averages."""
         if state is None and period is None:
             return None
         from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -233,7 +224,7 @@ class SingleOrDDPStrategy(WithModule):
         # If backward has another stream, each gradient costs a wait across streams (and PyTorch warns).
         device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **self._ddp_arguments)
-        compat.register_comm_hook(wrapped, self._hook.state, self._hook.hook, self._hook.wrapper)
+        compat.register_comm_hook(wrapped, *self._hook)
         return wrapped
 
     @override

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.strategies.mixin import OffloadMixin
 from lightning_ssd.strategies.processes import StartMethod, check_launch, check_model, ddp_arguments
-from lightning_ssd.strategies.single_or_ddp import GroupOptions, HookOptions, SingleOrDDPStrategy
+from lightning_ssd.strategies.single_or_ddp import SingleOrDDPStrategy
 
 __all__ = ["SSDOffloadStrategy"]
 
@@ -86,15 +86,6 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
         broadcast_buffers: bool | None = None,
         bucket_cap_mb: float | None = None,
     ) -> None:
-        group = GroupOptions(process_group_backend, timeout, start_method)
-        hook = HookOptions(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
-        ddp = ddp_arguments(
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            broadcast_buffers=broadcast_buffers,
-            bucket_cap_mb=bucket_cap_mb,
-        )
         super().__init__(
             policy,
             hardware,
@@ -104,9 +95,20 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
             cluster_environment,
             checkpoint_io,
             precision_plugin,
-            group,
-            hook,
-            ddp,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            ddp_arguments=ddp_arguments(
+                find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                broadcast_buffers=broadcast_buffers,
+                bucket_cap_mb=bucket_cap_mb,
+            ),
         )
 
     @override
