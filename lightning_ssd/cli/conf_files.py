@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.errors import HydraException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -52,18 +51,21 @@ def load_hardware(name: str) -> Described:
         raise CommandError("a hardware profile", f"{escape_control(path)} does not exist", "name a file that exists")
     try:
         content: Any = OmegaConf.load(path)
-        _refuse_near_misses(content)
         if "defaults" in content:
             content = OmegaConf.merge(OmegaConf.load(_PACKAGED / "_lightning_ssd_hardware.yaml"), content)
         plain: Any = OmegaConf.to_container(content, resolve=True)
+        if not {"hardware"} <= set(plain) <= {"defaults", "hardware", "machine"}:  # a mistyped one would be ignored
+            raise ConfigError(f"it has {', '.join(map(str, plain)) or 'nothing'}")
+        for section in ("hardware", "machine"):
+            (plain.setdefault(section, {}) or {}).pop("_target_", None)
         return Described(
             name=path.stem,
-            hardware=HardwareProfile(**_settings(plain, "hardware", HardwareProfile)),
-            machine=MachineProfile(**_settings(plain, "machine", MachineProfile)),
+            hardware=HardwareProfile(**plain["hardware"]),
+            machine=MachineProfile(**plain["machine"] or {}),
         )
-    except (OmegaConfBaseException, YAMLError, ConfigError, TypeError) as error:
+    except (OmegaConfBaseException, YAMLError, ConfigError, TypeError, AttributeError) as error:
         got = f"{escape_control(path)}: {error}"
-        raise CommandError("a hardware profile with hardware and machine", got, "see conf/hardware") from error
+        raise CommandError("a hardware profile with hardware: and machine: alone", got, "see conf/hardware") from error
 
 
 def model_builder(
@@ -238,47 +240,3 @@ def _option(group: str, name: str) -> Path:
         got = escape_control(name)
         raise CommandError(f"an option of conf/{group} ({known}) or {other}", got, "take one of them")
     return path
-
-
-def _refuse_near_misses(content: Any) -> None:
-    """Refuse a mistyped section, which ``defaults:`` would silently replace, and a Trainer's keys of ``machine``.
-
-    A profile may have other sections, too, for training.
-
-    Raises:
-        ConfigError: there is such a section or key.
-    """
-    sections = content if isinstance(content, DictConfig) else {}
-    for key in map(str, sections):
-        near = difflib.get_close_matches(key, ("hardware", "machine"), n=1, cutoff=0.8)
-        if near and near[0] != key:
-            raise ConfigError(f"{key} is not read; did you mean {near[0]}?")
-    trainer = sections.get("trainer")
-    for key in ("accelerator", "precision"):
-        if isinstance(trainer, DictConfig) and key in trainer:
-            raise ConfigError(f"trainer.{key} is not read; write machine.{key}: {trainer[key]}")
-
-
-def _settings(plain: Any, section: str, kind: type[Any]) -> dict[str, Any]:
-    """Read the settings of a dataclass from a section of a profile.
-
-    Raises:
-        ConfigError: there is no such section, or it has a key that is no setting of the class.
-    """
-    found = _section(plain, section)
-    known = [field.name for field in fields(kind)]
-    for key in found:
-        if key != "_target_" and key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]}? Write" if near else "; write"
-            raise ConfigError(f"{section}.{key} is no setting{hint} one of {', '.join(known)}")
-    return {key: value for key, value in found.items() if key != "_target_"}
-
-
-def _section(plain: Any, section: str) -> dict[str, Any]:
-    found = plain.get(section) if isinstance(plain, dict) else None
-    if found is None and section == "machine":
-        return {}  # the machine is unknown
-    if not isinstance(found, dict):
-        raise ConfigError(f"there is no section {section}:" if found is None else f"{section} is no mapping")
-    return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 import traceback
 import warnings
 import weakref
@@ -31,19 +30,14 @@ from lightning_ssd.cli.model_size import model_size
 from lightning_ssd.cli.output import CommandError
 from lightning_ssd.common.compiler import uncompiled
 from lightning_ssd.common.tensors import StorageKey
-from lightning_ssd.memory.readings import host_available_bytes
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.planning.what_fits import ModelSize
 from lightning_ssd.recompute.block_discovery import find_blocks
 from lightning_ssd.scheduling.recorder import Recorder
 
-__all__ = ["ModelTrace", "measure_flops_per_s", "trace_model"]
+__all__ = ["ModelTrace", "trace_model"]
 
 _MOMENT_S = 1e-9
-_MAX_TIMED_FLOPS = 1.5e12
-"""Twice this takes half a minute on two cores."""
-_SPARE = 2
-"""Temporaries, and what the allocator loses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +50,6 @@ class ModelTrace:
     num_trained: int
     """Trained parameters."""
     size: ModelSize
-    form: int
-    """Index in :func:`example_batches` of the batch that the model took."""
 
 
 def trace_model(
@@ -94,7 +86,7 @@ def trace_model(
             if is_converted := precision.endswith("-true") and precision != "32-true":
                 _in_dtype(model, _dtype(precision))
             errors: list[Exception] = []
-            for form, inputs in enumerate(example_batches(model, batch, sequence)):
+            for inputs in example_batches(model, batch, sequence):
                 if is_converted:
                     inputs = tree_map_only(torch.Tensor, lambda t: _cast(t, _dtype(precision)), inputs)
                 run = _Pass(model, _FlopClock(flops_per_s, operations_per_byte), min_tensor_nbytes)
@@ -110,7 +102,6 @@ def trace_model(
                     flops=run.clock.flops,
                     num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
                     size=model_size(model, min_tensor_nbytes),
-                    form=form,
                 )
             raise max(errors, key=lambda error: len(list(traceback.walk_tb(error.__traceback__))))  # it got furthest
     except CommandError:
@@ -445,46 +436,3 @@ def _attention_flops(func: Any, args: Any) -> int:
     is_backward = "backward" in str(func)
     count: Any = sdpa_backward_flop_count if is_backward else sdpa_flop_count
     return int(count(*(tensor.shape for tensor in args[: 4 if is_backward else 3])))
-
-
-def measure_flops_per_s(
-    build: Callable[[], nn.Module], traced: ModelTrace, *, batch: int, sequence: int
-) -> tuple[float, int]:
-    """Train a real pass on this CPU and take the time.
-
-    Args:
-        build: makes the model.
-        traced: what its pass is like.
-        batch: sequences per pass.
-        sequence: tokens in each.
-
-    Returns:
-        Operations per second, and how many sequences were timed: one, where all would take too much memory or time.
-
-    Raises:
-        CommandError: not even one sequence can be run here.
-    """
-    room = host_available_bytes()
-    for timed in dict.fromkeys((batch, 1)):
-        share = timed / batch
-        need = traced.size.weight_bytes + traced.size.trained_bytes + share * traced.trace.saved_peak_bytes
-        fits = room is None or _SPARE * need <= room
-        if fits and share * traced.flops <= _MAX_TIMED_FLOPS:
-            return share * traced.flops / _seconds_of(build, traced.form, timed, sequence), timed
-    raise CommandError(
-        "a model of which this CPU can run one sequence in half a minute",
-        f"one that takes {traced.flops / batch / 1e12:.3g} TFLOP and {need / 1e9:.3g} GB",
-        "name the machine that it is for with --hardware, such as dgx_h100",
-    )
-
-
-def _seconds_of(build: Callable[[], nn.Module], form: int, batch: int, sequence: int) -> float:
-    model = build_here(build)
-    inputs = example_batches(model, batch, sequence)[form]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(2):  # the first pass makes what later ones have
-            begin_s = time.perf_counter()
-            training_loss(model, inputs).backward()  # type: ignore[no-untyped-call]
-            seconds = time.perf_counter() - begin_s
-    return seconds

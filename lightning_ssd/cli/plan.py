@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from torch import nn
 
 from lightning_ssd._environment import chosen_paths
 from lightning_ssd.cli.conf_files import Described, batch_maker, load_hardware, model_builder
-from lightning_ssd.cli.model_trace import ModelTrace, measure_flops_per_s, trace_model
+from lightning_ssd.cli.model_trace import ModelTrace, trace_model
 from lightning_ssd.cli.output import (
     FAILED,
     CommandError,
@@ -58,6 +59,7 @@ _OPERATIONS_PER_BYTE, _OPERATIONS_PER_BYTE_OF_A_CPU = 80.0, 10.0
 """Operations per byte of the memory's rate that training reaches:
 118, 80 and 66 for an H100, A100 and RTX 4090 by their data sheets
 (0.4 of 989, 312 and 165 teraFLOPS; 3.35, 1.56 and 1.01 TB/s). Predictions for a CPU are the same from 5 to 20."""
+_TIMED_SIZE = 1024
 _NUM_FIXED = 4
 """Modes that come without a planner, where there are blocks."""
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
@@ -127,7 +129,7 @@ def plan(
             if rate is not None:
                 given[f"drive_{name}_gb_per_s"] = parse_size(rate, name=f"--{name}-rate") / _GB
         machine = replace(described.machine, **given)
-        task = _make_task(build, batch, sequence, replace(described, machine=machine), is_timed=hardware is None)
+        task = _make_task(build, batch, sequence, replace(described, machine=machine))
         keep_bytes = task.model.trace.saved_peak_bytes
         limit = None if budget is None else _budget_bytes(budget, keep_bytes)
         problems: list[Problem] = []
@@ -206,9 +208,9 @@ def _moved(trace: Trace, tiers: Machine) -> Prediction:
 
 
 def _make_task(
-    build: Callable[[int], Callable[[], nn.Module]], batch: int, sequence: int, described: Described, *, is_timed: bool
+    build: Callable[[int], Callable[[], nn.Module]], batch: int, sequence: int, described: Described
 ) -> _Task:
-    """Trace the model for a machine that need not be here, or for this one, whose CPU is timed with it."""
+    """Trace the model for a machine, which need not be here."""
     machine, name = described.machine, escape_control(described.name)
     tiers, is_accelerator = machine.tiers(machine.num_devices), machine.is_accelerator
     if tiers is None or tiers.ssd is None:
@@ -232,27 +234,23 @@ def _make_task(
         )
 
     flops_per_s = machine.flops_per_s
-    if is_timed:
-        first = trace(1e12, batch, sequence)
-        flops_per_s, timed = measure_flops_per_s(build(sequence), first, batch=batch, sequence=sequence)
-        basis = f"{flops_per_s / 1e12:.3g} TFLOPS, timed here with this model and batch {timed}"
-    elif flops_per_s is None:
+    if flops_per_s is None:
         raise CommandError(
             "device_peak_tflops, for the time of a step",
             f"hardware {name} leaves it open",
             "set it under machine: in the profile; without --hardware this machine is timed",
         )
-    else:
-        basis = (
-            f"{flops_per_s / 1e12:.4g} TFLOPS per device, estimated as {machine.compute_efficiency:.0%} of "
-            f"{machine.device_peak_tflops:g}"
-        )
+    basis = (
+        f"{flops_per_s / 1e12:.4g} TFLOPS per device, estimated as {machine.compute_efficiency:.0%} of "
+        f"{machine.device_peak_tflops:.4g}"
+    )
     retrace = partial(trace, flops_per_s)
     drives, tiers = tiers.ssd, replace(tiers, host=_host_tier(machine))
     return _Task(retrace(batch, sequence), tiers, drives, described, basis, retrace)
 
 
 def _this_machine() -> Described:
+    """Describe a machine without an accelerator, by trials of its CPU and its drives."""
     if torch.accelerator.is_available():
         raise CommandError(
             "--hardware on a machine with an accelerator",
@@ -271,12 +269,23 @@ def _this_machine() -> Described:
     machine = MachineProfile(
         accelerator="cpu",
         device_memory_gb=memory_gb,
+        device_peak_tflops=_timed_tflops(),
         host_memory_gb=memory_gb,
         num_drives=len(paths),
         drive_write_gb_per_s=sum(rate.write_per_s for rate in rates) / len(paths) / _GB,
         drive_read_gb_per_s=sum(rate.read_per_s for rate in rates) / len(paths) / _GB,
     )
-    return Described("this machine", hardware, machine)
+    return Described("this machine (a matrix product was timed)", hardware, machine)
+
+
+def _timed_tflops() -> float:
+    """Time a matrix product on this CPU: the best of some, because other work only makes one slower."""
+    one, seconds = torch.rand(_TIMED_SIZE, _TIMED_SIZE), []
+    for _ in range(5):
+        begin_s = time.perf_counter()
+        torch.mm(one, one)
+        seconds.append(time.perf_counter() - begin_s)
+    return 2 * _TIMED_SIZE**3 / min(seconds) / 1e12
 
 
 def _host_tier(machine: MachineProfile) -> TierRates | None:

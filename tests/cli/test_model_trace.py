@@ -10,7 +10,7 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.cli import model_trace
 from lightning_ssd.cli.conf_files import model_builder
-from lightning_ssd.cli.model_trace import ModelTrace, measure_flops_per_s, trace_model
+from lightning_ssd.cli.model_trace import ModelTrace, trace_model
 from lightning_ssd.cli.output import CommandError
 from lightning_ssd.planning.trace import Trace
 from tests.support.planned_models import NUM_BLOCKS, WIDTH
@@ -248,15 +248,3 @@ def test_a_batch_that_does_not_suit_is_told_in_one_error(capfd: pytest.CaptureFi
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(CommandError, match="got transformer-engine"):
         traced(NET, "transformer-engine-mixed")
-
-
-def test_a_cpu_is_timed_with_as_much_of_the_batch_as_it_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, build = traced(NET), model_builder(NET, SEQUENCE)
-    rate, timed = measure_flops_per_s(build, found, batch=BATCH, sequence=SEQUENCE)
-    assert timed == BATCH
-    assert 1e6 < rate < 1e14
-    monkeypatch.setattr(model_trace, "_MAX_TIMED_FLOPS", found.flops / 2)
-    assert measure_flops_per_s(build, found, batch=BATCH, sequence=SEQUENCE)[1] == 1
-    monkeypatch.setattr(model_trace, "host_available_bytes", lambda: 1 << 20)
-    with pytest.raises(CommandError, match="one sequence"):
-        measure_flops_per_s(build, found, batch=BATCH, sequence=SEQUENCE)

