@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -15,7 +14,6 @@ from lightning_ssd.cli.output import CommandError, console, reported_errors
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.reports.drawing import save_png
 from lightning_ssd.reports.sweep import Job, read_sweep, sweep_chart, sweep_csv
-from lightning_ssd.reports.wandb_account import has_key, log_sweep
 
 __all__ = ["sweep_table"]
 
@@ -23,14 +21,11 @@ __all__ = ["sweep_table"]
 def sweep_table(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Of the sweep (hydra.sweep.dir).")],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where files go; default: into DIR.")] = None,
-    wandb_project: Annotated[str, typer.Option(help="Log table and picture into a run of this W&B project.")] = "",
-    wandb_entity: Annotated[str, typer.Option(help="W&B user or team; default: that of the key.")] = "",
-    offline: Annotated[bool, typer.Option("--offline", help="Send nothing, even where there is a key.")] = False,
 ) -> None:
     """Compare the jobs of a sweep: memory, time, bytes.
 
     Prints a table, and writes sweep.csv and sweep.png (time over peak). Jobs are known by the overrides that Hydra
-    gave them. With --wandb-project both go into a W&B run, too, in the group of the jobs' runs; offline without a key.
+    gave them.
     """
     with reported_errors():
         jobs = read_sweep(directory)
@@ -44,22 +39,6 @@ def sweep_table(
             raise CommandError(f"to write to {folder}", str(error), "name a directory with room in --out") from None
         for file in files:
             console().print(escape(str(file)), soft_wrap=True)
-        if wandb_project:
-            group, offline = directory.resolve().name, offline or not has_key()
-            place = _logged(
-                jobs, group=group, project=wandb_project, entity=wandb_entity, folder=folder, offline=offline
-            )
-            console().print(escape(place), soft_wrap=True)
-
-
-def _logged(jobs: list[Job], **where: Any) -> str:
-    rows = [{**asdict(job), "overrides": " ".join(job.overrides)} for job in jobs]
-    try:
-        return log_sweep(sweep_chart(jobs), rows, **where)
-    except ImportError as error:
-        raise CommandError(
-            "wandb and matplotlib", str(error), "pip install '.[report]' in the checkout of lightning_ssd"
-        ) from None
 
 
 def _picture(jobs: list[Job], file: Path) -> list[Path]:

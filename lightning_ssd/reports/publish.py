@@ -13,7 +13,7 @@ from typing import Any
 from lightning_ssd.reports.charts import Chart
 from lightning_ssd.reports.drawing import draw
 
-__all__ = ["publish_charts", "publish_facts", "takes_charts", "wandb_media"]
+__all__ = ["publish_charts", "publish_facts", "takes_charts"]
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -34,7 +34,10 @@ def publish_charts(charts: Sequence[Chart], experiment: Any, step: int) -> None:
     """
     try:
         if _is_wandb(experiment):
-            experiment.log({**wandb_media(charts), "trainer/global_step": step})
+            import wandb
+
+            media = {f"offload/{chart.key}": wandb.Image(draw(chart)) for chart in charts}
+            experiment.log({**media, "trainer/global_step": step})
         elif takes_charts(experiment):
             for chart in charts:
                 experiment.add_figure(f"offload/{chart.key}", draw(chart), step)
@@ -54,17 +57,6 @@ def publish_facts(experiment: Any, *, config: Mapping[str, Any], summary: Mappin
         entity = ["--entity", experiment.entity] if experiment.entity else []
         command = ["lightning-ssd", "dashboard", "--project", experiment.project, *entity]
         experiment.summary["offload/dashboard"] = shlex.join(command)
-
-
-def wandb_media(charts: Sequence[Chart]) -> dict[str, Any]:
-    """Return each chart for W&B.
-
-    Raises:
-        ImportError: Matplotlib is not installed.
-    """
-    import wandb
-
-    return {f"offload/{chart.key}": wandb.Image(draw(chart)) for chart in charts}
 
 
 def _is_wandb(experiment: object) -> bool:

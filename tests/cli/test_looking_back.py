@@ -133,26 +133,6 @@ def test_no_sweep_is_an_error(content: str | None, tmp_path: Path) -> None:
     assert not (tmp_path / "sweep.csv").exists()
 
 
-def test_a_sweep_is_logged_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What W&B would do is tried with a real sweep, in a process of its own."""
-    pytest.importorskip("matplotlib", reason="needs the extra `report`")
-    made: list[dict[str, Any]] = []
-
-    def refused(**settings: Any) -> Any:
-        made.append(settings)
-        raise OSError("no room")
-
-    monkeypatch.setattr("wandb.init", refused)
-    make_sweep(tmp_path)
-    assert run("sweep-table", tmp_path).exit_code == 0
-    assert made == []
-    done = run("sweep-table", tmp_path, "--wandb-project", "gpt", "--wandb-entity", "us", "--offline")
-    assert done.exit_code == 1
-    assert "no room; name another --wandb-project" in on_one_line(done.output)
-    assert made[0]["mode"] == "offline"
-    assert (made[0]["project"], made[0]["entity"], made[0]["group"]) == ("gpt", "us", tmp_path.name)
-
-
 # -- dashboard --------------------------------------------------------------------------------------------------------
 
 

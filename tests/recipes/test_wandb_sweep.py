@@ -1,4 +1,4 @@
-"""A sweep in W&B, offline: what its runs are called, what the dashboard finds in them, and the picture of all jobs."""
+"""A sweep in W&B, offline: what its runs are called, and what the dashboard finds in them."""
 
 from __future__ import annotations
 
@@ -89,17 +89,3 @@ def test_the_other_logger_has_the_same_numbers(sweep: Path) -> None:
     ours = [row for row in rows_of(records(sweep / "0")) if "wear/written_tb" in row]
     assert [float(row["wear/written_tb"]) for row in rows] == [row["wear/written_tb"] for row in ours]
     assert len(ours) == 8
-
-
-def test_the_picture_of_all_jobs_is_in_the_group_of_the_jobs(sweep: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra `report`")
-    said = call("lightning_ssd", "sweep-table", sweep, "--out", tmp_path, "--wandb-project", "mine")
-    found = records(tmp_path)
-    assert begin_of(found) == ("mine-sweep", "mine", "sweep")
-    (run,) = (tmp_path / "wandb").glob("offline-run-*")
-    assert str(run) in said.replace("\n", "")
-    (picture,) = (run / "files" / "media").rglob("*.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    (table,) = (run / "files" / "media").rglob("*.table.json")
-    content = json.loads(table.read_text())
-    assert [row[content["columns"].index("overrides")] for row in content["data"]] == ["seed=0", "seed=1"]
