@@ -65,7 +65,7 @@ class OffloadMonitor(Callback):
             :attr:`summary` in any case.
         reset_peaks: let all peaks begin anew after each row, so that a row holds the peak since the row before. Off by
             default, because PyTorch's and the system's peaks belong to every reader in the process.
-        report_dir: a directory for ``report.html``, ``report.json``, still pictures and traces, written at the end of
+        report_dir: a directory for ``report.html``, ``report.json``, and still pictures, written at the end of
             ``fit``, also of one that an error or Ctrl-C ends; made if it is missing. ``None``: none are. The page and
             the pictures need Matplotlib (``pip install '.[report]'`` in the checkout).
     """

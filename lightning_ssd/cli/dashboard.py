@@ -1,4 +1,4 @@
-"""``lightning-ssd dashboard``: W&B workspace and report for the metrics and pictures of the monitor."""
+"""``lightning-ssd dashboard``: W&B workspace for the metrics and pictures of the monitor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from lightning_ssd.cli.output import CommandError, console, reported_errors
-from lightning_ssd.reports.dashboard import make_report, make_workspace, to_json
+from lightning_ssd.reports.dashboard import make_workspace, to_json
 from lightning_ssd.reports.wandb_account import has_key, save
 
 __all__ = ["dashboard"]
@@ -18,35 +18,27 @@ __all__ = ["dashboard"]
 def dashboard(
     project: Annotated[str, typer.Option(help="W&B project of the runs.")] = "lightning_ssd",
     entity: Annotated[str, typer.Option(help="W&B user or team; default: that of the key.")] = "",
-    name: Annotated[str, typer.Option(help="Of the workspace and the report.")] = "lightning_ssd",
-    json: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="Where the workspace goes; the report goes beside it, as *_report."),
-    ] = Path("dashboard.json"),
+    name: Annotated[str, typer.Option(help="Of the workspace.")] = "lightning_ssd",
+    json: Annotated[Path, typer.Option(metavar="FILE", help="Where it is written to.")] = Path("dashboard.json"),
     offline: Annotated[bool, typer.Option("--offline", help="Send nothing, even where there is a key.")] = False,
 ) -> None:
     """Write the dashboard for runs with OffloadMonitor, and save it to W&B where a key is found.
 
-    A workspace, which follows the project, and a report, a document to share. Sections for memory, cost, drives, plans
-    and wear; runs are grouped by mode: their job type, and what their policy does with activations.
+    A workspace, which follows the project. Sections for memory, cost, drives, plans and wear; runs are grouped by mode:
+    their job type, and what their policy does with activations.
     """
-    report_json = json.with_name(f"{json.stem}_report{json.suffix}")
     with reported_errors():
         try:
             workspace = make_workspace(entity=entity, project=project, name=name)
-            report = make_report(entity=entity, project=project, name=name)
             json.write_text(to_json(workspace), encoding="utf-8")
-            report_json.write_text(to_json(report), encoding="utf-8")
         except ImportError as error:
             raise CommandError(
                 "wandb-workspaces", str(error), "pip install '.[report]' in the checkout of lightning_ssd"
             ) from None
         except OSError as error:
             raise CommandError(f"to write {json}", str(error), "name another file in --json") from None
-        for file in (json, report_json):
-            console().print(escape(str(file)), soft_wrap=True)
+        console().print(escape(str(json)), soft_wrap=True)
         if offline or not has_key():
             console().print("Not sent to W&B: " + ("--offline" if offline else "no key was found (wandb login)") + ".")
         else:
-            for document in (workspace, report):
-                console().print(escape(save(document)), soft_wrap=True)
+            console().print(escape(save(workspace)), soft_wrap=True)

@@ -20,7 +20,7 @@ COMMANDS = {
         "--model llama_8b --batch 1 --sequence 8192 --hardware dgx_h100 --budget 40%",
     ),
     "report": (
-        "Write the page, pictures and traces of a run, and say what to change.",
+        "Write the page and the pictures of a run, and say what to change.",
         "outputs/report --out /tmp/page",
     ),
     "dashboard": (

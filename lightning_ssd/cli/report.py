@@ -20,7 +20,7 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a report, or its report.json.")],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write; default: where it lies.")] = None,
 ) -> None:
-    """Write the page, pictures and traces of a run, and say what to change.
+    """Write the page and the pictures of a run, and say what to change.
 
     A run leaves its numbers where OffloadMonitor(report_dir=...) names a directory. The page needs no network.
     """

@@ -1,4 +1,4 @@
-"""The W&B dashboard as code: which panels there are, and the workspace and the report made of them."""
+"""The W&B dashboard as code: which panels there are, and the workspace made of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from lightning_ssd.telemetry.metrics import NUM_DRIVES
 if TYPE_CHECKING:
     from typing import Any
 
-    from wandb_workspaces.reports.v2.interface import Report
     from wandb_workspaces.workspaces import Workspace
 
-__all__ = ["DASHBOARD", "Panel", "Section", "make_report", "make_workspace", "to_json"]
+__all__ = ["DASHBOARD", "Panel", "Section", "make_workspace", "to_json"]
 
 _AXIS = "trainer/global_step"
 _MODE = ("JobType", "lightning_ssd.policy.activations")
@@ -39,8 +38,6 @@ class Section:
     """A row of panels."""
 
     name: str
-    about: str
-    """How to read them; for the report."""
     panels: tuple[Panel, ...]
 
 
@@ -51,7 +48,6 @@ def _each_drive(metric: str) -> tuple[str, ...]:
 DASHBOARD = (
     Section(
         "Which run saves most?",
-        "How much less than all saved activations stay in memory once a run has settled; a bar for each mode.",
         (
             Panel("Saved %", ("offload/saved_pct",), "scalar"),
             Panel("Saved %, by mode", ("offload/saved_pct",), "bar"),
@@ -60,8 +56,6 @@ DASHBOARD = (
     ),
     Section(
         "Does it fit?",
-        "Saved activations in memory are below what keeping all of them would hold; the peak of all memory has "
-        "weights, gradients and states in it as well.",
         (
             Panel("Saved activations: in memory, and with all of them kept (GiB)", (
                 "memory/activations_resident_peak_gib", "memory/activations_saved_peak_gib")),
@@ -77,8 +71,6 @@ DASHBOARD = (
     ),
     Section(
         "What does it cost?",
-        "A run that keeps everything is what others are compared with. Waiting is the part of a step in which training "
-        "stood still for a transfer.",
         (
             Panel("One step (s)", ("time/step_s",)),
             Panel("Samples and tokens per second", ("time/samples_per_s", "time/tokens_per_s")),
@@ -91,8 +83,6 @@ DASHBOARD = (
     ),
     Section(
         "What do the drives do?",
-        "Rates are of the time in which something was under way. Single drives have lines where several directories "
-        "are given; one that is slower than the others holds them up.",
         (
             Panel("Moved per step (GiB)", ("io/write_gib", "io/read_gib", "io/host_gib", "io/forwarded_gib")),
             Panel("Rates (GiB/s)", ("io/write_gib_per_s", "io/read_gib_per_s")),
@@ -107,7 +97,6 @@ DASHBOARD = (
     ),
     Section(
         "Is the plan right?",
-        "Runs with activations='auto': predicted and measured lie close together where the plan knows the machine.",
         (
             Panel("One pass (s): predicted, measured", ("plan/predicted_step_s", "plan/measured_step_s")),
             Panel("Peak (GiB): predicted, measured", ("plan/predicted_peak_gib", "plan/measured_peak_gib")),
@@ -116,7 +105,6 @@ DASHBOARD = (
     ),
     Section(
         "How long do the drives live?",
-        "Days are those of continuous training until a drive reaches its vendor's rating (hardware.drive_endurance).",
         (
             Panel("Written since the start (TB)", ("wear/written_tb",)),
             Panel("Days until the rating is reached", ("wear/drive_life_days",)),
@@ -146,30 +134,7 @@ def make_workspace(*, entity: str, project: str, name: str) -> Workspace:
     )
 
 
-def make_report(*, entity: str, project: str, name: str) -> Report:
-    """Build the report: the same sections as a document, each with its runs by mode; nothing is sent anywhere.
-
-    Raises:
-        ImportError: wandb-workspaces is not installed.
-    """
-    from wandb_workspaces.reports.v2 import interface as parts
-
-    job_type, policy = _MODE
-    blocks: list[Any] = [parts.TableOfContents()]
-    for section in DASHBOARD:
-        # With a project of its own it would ask the server for it; without, it is that of the report.
-        runs = parts.Runset(name="Runs by mode", groupby=[job_type, f"config.{policy}"])
-        blocks += [
-            parts.H2(section.name),
-            parts.P(section.about),
-            parts.PanelGrid(runsets=[runs], panels=_drawn(section)),
-        ]
-    about = "What saved activations and optimizer states on SSDs hold, cost and move."
-    return parts.Report(entity=entity, project=project, title=name, description=about, blocks=blocks, width="fluid")
-
-
 def _drawn(section: Section) -> list[Any]:
-    """The panels of both."""
     from wandb_workspaces.reports.v2 import interface as parts
 
     kinds: dict[str, Callable[..., Any]] = {
@@ -181,10 +146,10 @@ def _drawn(section: Section) -> list[Any]:
     return [kinds[panel.kind](panel.title, list(panel.keys)) for panel in section.panels]
 
 
-def to_json(document: Workspace | Report) -> str:
-    """Return the workspace or the report in the form that W&B stores.
+def to_json(workspace: Workspace) -> str:
+    """Return the workspace in the form that W&B stores.
 
-    Leans on ``_to_model`` of wandb-workspaces, which has no public way to write either without sending it.
+    Leans on ``_to_model`` of wandb-workspaces, which has no public way to write it without sending it.
     """
-    model = document._to_model()
+    model = workspace._to_model()
     return json.dumps(json.loads(model.model_dump_json(by_alias=True, exclude_none=True)), indent=1)

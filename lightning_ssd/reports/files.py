@@ -1,8 +1,7 @@
-"""Writes a report as files: the page, the numbers, still pictures and traces."""
+"""Writes a report as files: the page, the numbers and still pictures."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 from lightning_ssd.reports.drawing import save_png
 from lightning_ssd.reports.page import render_page, report_charts
 from lightning_ssd.reports.run_report import JSON_NAME, RunReport
-from lightning_ssd.reports.trace_events import trace_events
 
 __all__ = ["PAGE_NAME", "write_report"]
 
@@ -19,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def write_report(report: RunReport, directory: str | os.PathLike[str]) -> list[Path]:
-    """Write ``report.json``, ``report.html``, a PNG per picture and a trace per recorded step.
+    """Write ``report.json``, ``report.html`` and a PNG per picture.
 
     The page and the pictures need Matplotlib (``pip install '.[report]'`` in the checkout). Without it they are left
     out, the log says so, and those of an earlier report go. The numbers are written in any case, first.
@@ -37,10 +35,6 @@ def write_report(report: RunReport, directory: str | os.PathLike[str]) -> list[P
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     written = [_write(folder / JSON_NAME, report.to_json())]
-    for former in folder.glob("trace_step_*.json"):
-        former.unlink()
-    for record in report.records:
-        written.append(_write(folder / f"trace_step_{record.step}.json", json.dumps(trace_events(record))))
     page, pictures = folder / PAGE_NAME, {folder / f"{chart.key}.png": chart for chart in report_charts(report)}
     try:
         text = render_page(report)

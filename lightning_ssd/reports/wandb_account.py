@@ -19,21 +19,20 @@ def has_key() -> bool:
     return bool(wandb.api.api_key)  # the way of older ones
 
 
-def save(document: Any) -> str:
-    """Send a workspace or a report of wandb-workspaces, and return where it is.
+def save(workspace: Any) -> str:
+    """Send a workspace of wandb-workspaces, and return where it is.
 
     Raises:
         ConfigError: W&B does not take it.
     """
     import wandb
 
-    kind = type(document).__name__.lower()
     try:
-        if not document.entity:
-            document.entity = wandb.Api().default_entity
-        return str((document.save_as_new_view() if kind == "workspace" else document.save()).url)
+        if not workspace.entity:
+            workspace.entity = wandb.Api().default_entity
+        return str(workspace.save_as_new_view().url)
     except Exception as error:  # of many kinds: network, key, project, and what the server says
         raise ConfigError(
-            f"expected W&B to take the {kind} for {document.entity}/{document.project}, and got: {error}; name "
+            f"expected W&B to take the workspace for {workspace.entity}/{workspace.project}, and got: {error}; name "
             "--entity and an existing --project, or give --offline"
         ) from error

@@ -1,4 +1,4 @@
-"""``lightning-ssd dashboard`` with a key: W&B's own client sends workspace and report to a server, which is ours."""
+"""``lightning-ssd dashboard`` with a key: W&B's own client sends the workspace to a server, which is ours."""
 
 from __future__ import annotations
 
@@ -46,18 +46,15 @@ def sections_of(workspace: dict[str, Any]) -> list[str]:
     return [section["name"] for section in workspace["section"]["panelBankConfig"]["sections"]]
 
 
-def test_workspace_and_report_are_sent_as_they_were_written(server: WandbServer, tmp_path: Path) -> None:
+def test_the_workspace_is_sent_as_it_was_written(server: WandbServer, tmp_path: Path) -> None:
     done = dashboard(server.url, tmp_path, "--project", "gpt", "--name", "Mine")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(server.views) == {"project-view", "runs"}
-    for sent in server.views.values():
-        assert (sent["entityName"], sent["projectName"], sent["displayName"]) == ("us", "gpt", "Mine")
-    workspace, report = (json.loads(server.views[kind]["spec"]) for kind in ("project-view", "runs"))
+    (sent,) = server.views.values()
+    assert (sent["entityName"], sent["projectName"], sent["displayName"]) == ("us", "gpt", "Mine")
+    workspace = json.loads(sent["spec"])
     assert sections_of(workspace) == [section.name for section in DASHBOARD]
     assert workspace == json.loads((tmp_path / "board.json").read_text())["spec"]
-    headings = [block["children"][0]["text"] for block in report["blocks"] if block["type"] == "heading"]
-    assert headings == [section.name for section in DASHBOARD]
-    assert done.stdout.count(f"{server.url}/us/gpt") == 2, "where both are"
+    assert f"{server.url}/us/gpt" in done.stdout
 
 
 def test_offline_sends_nothing_even_with_a_key(server: WandbServer, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import os
 import re
 from html.parser import HTMLParser
@@ -16,7 +15,6 @@ from lightning_ssd.reports import files
 from lightning_ssd.reports.files import write_report
 from lightning_ssd.reports.run_log import RunLog
 from lightning_ssd.reports.run_report import load_report
-from lightning_ssd.reports.trace_events import trace_events
 from tests.support.step_records import made_record, made_report
 
 
@@ -67,7 +65,6 @@ def test_the_page_answers_and_fetches_nothing(tmp_path: Path) -> None:
     assert [file.name for file in written] == [
         "report.html",
         "report.json",
-        "trace_step_4.json",
         "memory_over_step.png",
         "transfers.png",
         "lifetimes.png",
@@ -155,10 +152,8 @@ def test_without_the_libraries_the_numbers_are_written(
     monkeypatch.setattr(files, "render_page", missing)
     monkeypatch.setattr(files, "save_png", missing)
     written = write_report(made_report(), tmp_path)
-    assert [file.name for file in written] == ["report.json", "trace_step_4.json"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["report.json", "trace_step_4.json"], (
-        "none of another run"
-    )
+    assert [file.name for file in written] == ["report.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"], "none of another run"
     assert "'.[report]'" in caplog.text
 
 
@@ -176,24 +171,6 @@ def test_a_report_that_cannot_be_written_leaves_the_former_one(tmp_path: Path, m
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_trace_is_one_that_perfetto_takes() -> None:
-    """Field by field, as the Trace Event Format has them."""
-    trace = json.loads(json.dumps(trace_events(made_record())))
-    kinds = {"X": {"name", "cat", "pid", "tid", "ts", "dur", "args"}, "C": {"name", "pid", "tid", "ts", "args"}}
-    kinds["M"] = {"name", "pid", "tid", "args"}
-    for event in trace["traceEvents"]:
-        assert set(event) == {"ph", *kinds[event["ph"]]}
-        assert all(isinstance(event.get(name, 0), int | float) and event.get(name, 0) >= 0 for name in ("ts", "dur"))
-        if event["ph"] == "C":
-            assert all(isinstance(value, int) for value in event["args"].values())
-    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
-    assert set(names.values()) == {"training", "waits", "ssd 0 write", "ssd 0 read", "ssd 1 write", "ssd 1 read"}
-    used = {event["tid"] for event in trace["traceEvents"] if event["ph"] == "X"}
-    assert used <= set(names)
-    read = next(e for e in trace["traceEvents"] if e["ph"] == "X" and names[e["tid"]] == "ssd 0 read")
-    assert (read["ts"], read["dur"]) == (pytest.approx(1e6), pytest.approx(2e5))
-
-
 def test_rows_of_a_long_run_are_thinned_and_records_bounded() -> None:
     log = RunLog()
     for step in range(1, 10_001):
@@ -204,12 +181,6 @@ def test_rows_of_a_long_run_are_thinned_and_records_bounded() -> None:
     gaps = {int(b["step"] - a["step"]) for a, b in zip(log.rows, log.rows[1:], strict=False)}
     assert gaps == {8}
     assert [record.step for record in log.records] == [2048, 4096, 8192]
-
-
-def test_traces_of_an_earlier_run_go(tmp_path: Path) -> None:
-    write_report(made_report(records=(made_record(step=2), made_record(step=64))), tmp_path)
-    write_report(made_report(), tmp_path)
-    assert [file.name for file in tmp_path.glob("trace_*")] == ["trace_step_4.json"]
 
 
 def test_numbers_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
