@@ -25,11 +25,10 @@ from lightning_ssd.cli.model_trace import ModelTrace, trace_model
 from lightning_ssd.cli.output import (
     FAILED,
     CommandError,
-    Problem,
     console,
     facts_table,
     reported_errors,
-    show_problems,
+    show_error,
 )
 from lightning_ssd.common.formatting import as_setting, escape_control, format_sizes, pluralize
 from lightning_ssd.common.status_line import StatusLine
@@ -132,7 +131,7 @@ def plan(
         task = _make_task(build, batch, sequence, replace(described, machine=machine))
         keep_bytes = task.model.trace.saved_peak_bytes
         limit = None if budget is None else _budget_bytes(budget, keep_bytes)
-        problems: list[Problem] = []
+        problems: list[str] = []
         rows = list(_modes(task, limit, problems))
         found = {mode: prediction for mode, prediction, _ in rows}
         sizes = _largest(task, batch, sequence) if find_largest else {}
@@ -148,7 +147,8 @@ def plan(
             answer += f":\n  {size['policy']}" if size["policy"] else ""
         for line in f"\n{answer}".splitlines() if answer else ():
             console().print(line, soft_wrap=line.startswith("  "), markup=False)  # what is to be pasted stays whole
-        show_problems(problems)
+        for problem in problems:
+            show_error(problem)
     if problems:
         raise typer.Exit(FAILED)
 
@@ -156,7 +156,7 @@ def plan(
 # -- the ways to train -------------------------------------------------------------------------------------------------
 
 
-def _modes(task: _Task, budget_bytes: int | None, problems: list[Problem]) -> Iterator[tuple[str, Prediction, int]]:
+def _modes(task: _Task, budget_bytes: int | None, problems: list[str]) -> Iterator[tuple[str, Prediction, int]]:
     """Yield each way to treat activations, as the simulator predicts it for one device, and its recomputed blocks.
 
     Args:
@@ -184,7 +184,7 @@ def _modes(task: _Task, budget_bytes: int | None, problems: list[Problem]) -> It
             made = make_plan(trace, tiers, goal)
         except BudgetTooSmall as error:
             least, asked = (f"{nbytes / _GIB:.3f} GiB" for nbytes in (error.smallest_bytes, budget_bytes or 0))
-            problems.append(Problem(f"a budget of at least {least} for {mode}", asked, "raise --budget"))
+            problems.append(f"expected a budget of at least {least} for {mode}; got {asked}; raise --budget")
         else:
             yield mode, made.prediction, len(made.recompute)
 
@@ -378,7 +378,7 @@ def _try_size(task: _Task, batch: int, sequence: int) -> tuple[bool, str]:
     try:
         tried = replace(task, model=task.retrace(batch, sequence))
     except CommandError as error:
-        return False, f"fails: {error.problem.got}"
+        return False, f"fails: {error}"
     best = _choose(tried, {mode: prediction for mode, prediction, _ in islice(_modes(tried, None, []), _NUM_FIXED)})
     if best is None:
         raise CommandError(
@@ -522,9 +522,7 @@ def _life_text(days: float | None) -> str:
     return f"{days:.0f} days" if days < 365 else f"{days / 365:.1f} years"
 
 
-def _as_json(
-    task: _Task, rows: Sequence[tuple[str, Prediction, int]], problems: Sequence[Problem]
-) -> dict[str, object]:
+def _as_json(task: _Task, rows: Sequence[tuple[str, Prediction, int]], problems: Sequence[str]) -> dict[str, object]:
     def life(one: Prediction) -> float | None:
         days = _life(task, one.written_bytes, one.step_s)
         return None if days is None or math.isinf(days) else days
@@ -544,5 +542,5 @@ def _as_json(
             for mode, one, num_recomputed in rows
         ],
         "waiting": [{"waits": name, **asdict(fits), "moving_s": fits.io_s(task.drives)} for name, fits in _fits(task)],
-        "problems": [asdict(problem) for problem in problems],
+        "problems": problems,
     }

@@ -79,7 +79,7 @@ def test_bytes_that_come_back_wrong_are_an_error(loses: bool, spill_dir: Path, m
     monkeypatch.setattr(PosixBackend, "write", failing)
     done = run(spill_dir, "--size", SIZE)
     assert done.exit_code == 1
-    assert "expected    the bytes that were written" in done.stderr
+    assert "expected the bytes that were written" in done.stderr
     assert not list(spill_dir.iterdir())
 
 

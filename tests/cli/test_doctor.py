@@ -39,7 +39,6 @@ def test_a_directory_on_a_drive_is_ready_and_stays_as_it_was(spill_dir: Path) ->
     assert done.exit_code == 0, done.output
     assert "Ready" in done.output
     assert str(spill_dir) in done.output
-    assert "direct I/O" in done.output
     assert not everything_below(spill_dir)
 
 
@@ -105,16 +104,15 @@ def test_two_directories_of_one_file_system_are_told_of(spill_dir: Path) -> None
 def test_memory_is_refused() -> None:
     done = run(DEV_SHM)
     assert done.exit_code == 1
-    assert "expected    a directory on a local SSD" in done.stderr
-    assert "got         /dev/shm lies on tmpfs, which is memory" in done.stderr
-    assert "what to do  name a directory on a drive" in done.stderr
+    assert "error: /dev/shm lies on tmpfs, which is memory" in done.stderr
+    assert "name a directory on a local SSD" in done.stderr
 
 
 def test_a_network_file_system_is_refused(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_ssd.storage.filesystem._mount_of", lambda path: ("nfs4", "server:/export"))
     facts = findings(spill_dir)
     assert facts["directories"][0]["kind"] == "network"
-    assert "nfs4, a network file system" in facts["problems"][0]["got"]
+    assert "nfs4, a network file system" in facts["problems"][0]
 
 
 def test_a_file_is_no_directory(spill_dir: Path) -> None:
@@ -127,23 +125,21 @@ def test_a_file_is_no_directory(spill_dir: Path) -> None:
 
 
 def test_a_directory_that_is_not_writable_is_refused(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_module.os, "access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
     done = run(spill_dir / "below")
     assert done.exit_code == 1
-    assert "is not writable for user" in done.stderr
-    assert "cannot be made there" in done.stderr
+    assert "is not writable for this user" in done.stderr
 
 
 def test_a_mount_that_is_read_only_is_named(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another owner or mode would not help there."""
     facts = os.statvfs(spill_dir)
     read_only = os.statvfs_result((*facts[:8], facts.f_flag | os.ST_RDONLY, *facts[9:]))
-    monkeypatch.setattr(doctor_module.os, "statvfs", lambda *_: read_only)
+    monkeypatch.setattr("os.statvfs", lambda *_: read_only)
     done = run(spill_dir)
     assert done.exit_code == 1
     words = " ".join(done.stderr.split())
     assert "is on a file system that is mounted read-only" in words
-    assert "mount it writable" in words
     assert "owner" not in words
 
 
@@ -155,7 +151,6 @@ def test_kvikio_that_is_not_here_is_refused_only_if_asked_for(spill_dir: Path, m
     assert findings(spill_dir)["problems"] == []
     done = run(spill_dir, "--backend", "kvikio")
     assert done.exit_code == 1
-    assert "expected    the backend kvikio" in done.stderr
     assert "kvikio does not load (test)" in done.stderr
 
 

@@ -271,7 +271,7 @@ def test_what_would_wait_in_the_same_way_is_shown_once(profile: Path, monkeypatc
 def test_a_budget_that_no_plan_keeps_is_told_with_the_least_one(profile: Path) -> None:
     done = run("--model", NET, *SIZES, "--hardware", profile, "--budget", "1%")
     assert done.exit_code == 1
-    assert "expected    a budget of at least" in done.stderr
+    assert "expected a budget of at least" in done.stderr
     assert "keep" in done.stdout, "what can be predicted is"
     assert "auto" not in done.stdout.partition("life")[2].partition("Predicted")[0]
 
@@ -332,7 +332,7 @@ def test_what_cannot_be_predicted_is_refused_with_a_reason(arguments: list[str],
     done = run(*arguments, *SIZES)
     assert done.exit_code == 1
     assert match in done.stderr
-    assert "what to do" in done.stderr or "error: " in done.stderr
+    assert "error: " in done.stderr
     assert not done.stdout
 
 
@@ -418,7 +418,7 @@ def test_a_model_that_cannot_be_built_is_refused_with_the_cause(
     done = run("--model", "broken", *SIZES, "--hardware", "dgx_h100")
     assert done.exit_code == 1
     assert done.stderr.count(got) == 1
-    assert f"what to do  {advice}" in done.stderr
+    assert advice in done.stderr
     assert "HYDRA_FULL_ERROR" not in done.stderr
 
 
