@@ -13,16 +13,15 @@ from lightning_ssd.reports.charts import Chart, over_run, overhead_over_run, ste
 from lightning_ssd.reports.drawing import draw_svg
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.metrics import NUM_DRIVES
-from lightning_ssd.telemetry.stats import describe_held
 from lightning_ssd.telemetry.step_record import StepRecord
 
 __all__ = ["render_page", "report_charts"]
 
 _GIB = 1 << 30
 _STYLE = """
-:root { --page: #ffffff; --text: #1c1f23; --faint: #667; --line: #dfe3e8; --card: #f5f7f9; --mark: #0072b2 }
+:root { --page: #ffffff; --text: #1c1f23; --faint: #667; --line: #dfe3e8 }
 @media (prefers-color-scheme: dark) {
-  :root { --page: #14171b; --text: #e6e8ea; --faint: #a3abb5; --line: #333a43; --card: #1d2228; --mark: #64b5e6 }
+  :root { --page: #14171b; --text: #e6e8ea; --faint: #a3abb5; --line: #333a43 }
 }
 * { box-sizing: border-box }
 body { background: var(--page); color: var(--text); font: 16px/1.5 system-ui, sans-serif; margin: 0 auto;
@@ -30,11 +29,6 @@ body { background: var(--page); color: var(--text); font: 16px/1.5 system-ui, sa
 h1 { font-size: 1.5rem; margin: 0 0 4px } h2 { font-size: 1.15rem; margin: 36px 0 8px }
 h3 { font-size: .95rem; font-weight: 600; margin: 18px 0 0 }
 p, li { margin: 6px 0; overflow-wrap: anywhere } .faint { color: var(--faint); font-size: .9rem }
-.cards { display: grid; gap: 10px; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); margin: 14px 0 }
-.card { background: var(--card); border-radius: 8px; padding: 10px 12px; font-size: .9rem;
-        display: flex; flex-direction: column; justify-content: space-between }
-.card:first-child { grid-column: span 2 } .card:first-child b { font-size: 2rem }
-.card b { font-size: 1.3rem; font-variant-numeric: tabular-nums }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 6px 0 }
 td, th { border-bottom: 1px solid var(--line); padding: 4px 14px 4px 0; text-align: left }
@@ -72,7 +66,6 @@ def render_page(report: RunReport) -> str:
             f"<h1>{escape(report.title)}</h1>",
             f'<p class="faint">{escape(_facts(report))}</p>',
             *(f"<p>{escape(line)}</p>" for line in report.summary.splitlines()),
-            _cards(report),
             _section("Did it fit?", _fit(report)),
             _section("What did it cost?", _cost(report), pictures.get("overhead_over_run")),
             _section("Where is the memory?", "", pictures.get("memory_over_step"), pictures.get("over_run")),
@@ -104,23 +97,8 @@ def _section(title: str, *parts: str | None) -> str:
 def _facts(report: RunReport) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     processes = pluralize(report.num_processes, "process", "processes")
-    steps = pluralize(report.num_steps, "step", "steps")
-    return "; ".join(part for part in (report.created, f"{steps}, {processes}", versions, report.backend) if part)
-
-
-def _cards(report: RunReport) -> str:
-    held = f"saved activations {describe_held(report.settled_bytes, report.held('saved'))}"
-    stall_s = report.metrics.get("io/stall_s")
-    share = 100 * stall_s / report.step_s if stall_s is not None and report.step_s > 0 else None
-    cards = [
-        (held, None if report.saved_pct is None else f"saved {report.saved_pct} %"),
-        ("peak of all memory", None if report.peak_bytes is None else format_sizes(report.peak_bytes)[0]),
-        ("one step", f"{report.step_s:.3g} s"),
-        ("stalled, of the step", None if share is None else f"{share:.1f} %"),
-        ("written to drives", format_sizes(report.metrics.get("wear/written_tb", 0.0) * 1e12)[0]),
-    ]
-    shown = "".join(f'<div class="card">{escape(name)}<b>{escape(value)}</b></div>' for name, value in cards if value)
-    return f'<div class="cards">{shown}</div>'
+    steps = f"{pluralize(report.num_steps, 'step', 'steps')} of {report.step_s:.3g} s, {processes}"
+    return "; ".join(part for part in (report.created, steps, versions, report.backend) if part)
 
 
 def _fit(report: RunReport) -> str:
@@ -204,16 +182,13 @@ def _rate(gib_per_s: float | None) -> str:
 
 
 def _settings(report: RunReport) -> str:
-    """Return what differs from the defaults, and all settings folded away."""
+    """Return what differs from the defaults."""
     given = {**(report.policy or {}), **(report.hardware or {})}
     if not given:
         return ""
     usual = {**asdict(OffloadPolicy()), **asdict(HardwareProfile())}
-    rows = [(name, str(value)) for name, value in given.items()]
-    changed = [(name, value) for name, value in rows if value not in (str(usual.get(name)), "[]")]
-    shown = _table(("setting", "value"), changed) or "<p>All settings have their defaults.</p>"
-    folded = f"<details><summary>All settings</summary>{_table(('setting', 'value'), rows)}</details>"
-    return f'<div class="wide">{shown}{folded}</div>'
+    changed = [(name, str(value)) for name, value in given.items() if str(value) not in (str(usual.get(name)), "[]")]
+    return f'<div class="wide">{_table(("setting", "value"), changed)}</div>' if changed else "<p>The defaults.</p>"
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
