@@ -1,4 +1,4 @@
-"""``lightning-ssd sweep-table``: all jobs of a Hydra sweep in one table, a CSV file and a picture."""
+"""``lightning-ssd sweep-table``: all jobs of a Hydra sweep in one table and a CSV file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from rich.table import Table
 
 from lightning_ssd.cli.output import CommandError, console, reported_errors
 from lightning_ssd.common.formatting import format_sizes
-from lightning_ssd.reports.drawing import save_png
-from lightning_ssd.reports.sweep import Job, read_sweep, sweep_chart, sweep_csv
+from lightning_ssd.reports.sweep import Job, read_sweep, sweep_csv
 
 __all__ = ["sweep_table"]
 
@@ -24,8 +23,7 @@ def sweep_table(
 ) -> None:
     """Compare the jobs of a sweep: memory, time, bytes.
 
-    Prints a table, and writes sweep.csv and sweep.png (time over peak). Jobs are known by the overrides that Hydra
-    gave them.
+    Prints a table, and writes sweep.csv. Jobs are known by the overrides that Hydra gave them.
     """
     with reported_errors():
         jobs = read_sweep(directory)
@@ -34,23 +32,9 @@ def sweep_table(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "sweep.csv").write_text(sweep_csv(jobs), encoding="utf-8")
-            files = [folder / "sweep.csv", *_picture(jobs, folder / "sweep.png")]
         except OSError as error:
             raise CommandError(f"to write to {folder}", str(error), "name a directory with room in --out") from None
-        for file in files:
-            console().print(escape(str(file)), soft_wrap=True)
-
-
-def _picture(jobs: list[Job], file: Path) -> list[Path]:
-    chart = sweep_chart(jobs)
-    if not chart.series:
-        return []
-    try:
-        save_png(chart, file)
-    except ImportError as error:
-        console(errors=True).print(f"no picture was drawn ({error}); pip install '.\\[report]' in the checkout")
-        return []
-    return [file]
+        console().print(escape(str(folder / "sweep.csv")), soft_wrap=True)
 
 
 def _table(jobs: list[Job]) -> Table:
