@@ -53,8 +53,6 @@ class RunReport:
     """Where it ran, such as ``device`` and ``memory_bytes``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """All steps merged into one row of the metrics' table."""
-    rows: Sequence[Mapping[str, float]] = ()
-    """Rows that were logged, with ``step``."""
     records: Sequence[StepRecord] = ()
     """Steps that were recorded, in order."""
 
