@@ -12,7 +12,7 @@ __all__ = ["callbacks"]
 
 
 def callbacks() -> list[Any]:
-    """Return the callbacks that Lightning adds to a Trainer, of either package."""
+    """Return the callbacks that Lightning adds to a Trainer, of either package. Fabric asks for none."""
     if not os.environ.get("LIGHTNING_SSD"):
         return []
     from lightning_ssd.callback import callbacks_from_environment

@@ -517,12 +517,8 @@ class Offloader:
             return self._last_stats
         if not self._cache.is_free_within(_NUMBERS_S):
             return self._known_stats
-        known, ssd = self._known_stats, self._parts.tiers.ssd
-        if ssd is None:
-            stats = self._cache.snapshot(disk_bytes=0, busy_s=(0.0, 0.0), num_retries=0)
-        else:
-            stats = self._cache.snapshot(disk_bytes=ssd.disk_bytes, busy_s=ssd.busy_s, num_retries=ssd.num_retries)
-        stats = self._parts.parameters.added_to(stats)
+        known = self._known_stats
+        stats = self._parts.parameters.added_to(self._cache.snapshot())
         if self._known_stats is known:  # else a signal handler has read later numbers meanwhile
             self._known_stats = stats
         return stats

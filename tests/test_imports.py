@@ -79,7 +79,7 @@ RESERVED: dict[str, set[str]] = {
     "kvikio": {"storage.kvikio"},
     "hydra": {"cli.conf_files"},
     "omegaconf": {"cli.conf_files"},
-    "wandb": {"reports.publish", "reports.wandb_account"},
+    "wandb": {"reports.publish", "reports.dashboard"},
     "wandb_workspaces": {"reports.dashboard"},
     "typer": {"cli"},
     "rich": {"cli"},

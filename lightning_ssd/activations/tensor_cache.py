@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -405,20 +405,22 @@ class TensorCache:
         """Wait for the accounting lock, but no longer than this; return whether it is free."""
         return is_free_within(timeout_s, self.accounting.lock)
 
-    def snapshot(self, *, disk_bytes: int, busy_s: tuple[float, float], num_retries: int) -> OffloadStats:
-        """The counters, completed with what only the tier knows."""
+    def snapshot(self) -> OffloadStats:
+        """Return the counters, completed with what only the tier knows."""
         with self.accounting.lock:
             self.accounting.settle()
             self.accounting.sweep_all()
             self._settle_stalls()
             stats = self.accounting.counters.snapshot()
-        return replace(
-            stats,
-            disk_bytes=disk_bytes,
-            write_busy_s=busy_s[0],
-            read_busy_s=busy_s[1],
-            failures=stats.failures + num_retries,
-            fallbacks=stats.fallbacks + num_retries,
+        if (ssd := self._tiers.ssd) is None:
+            return stats
+        write_busy_s, read_busy_s = ssd.busy_s
+        return stats + OffloadStats(
+            disk_bytes=ssd.disk_bytes,
+            write_busy_s=write_busy_s,
+            read_busy_s=read_busy_s,
+            failures=ssd.num_retries,
+            fallbacks=ssd.num_retries,
         )
 
     @property

@@ -117,13 +117,8 @@ def _not_built(path: Path, error: HydraException) -> CommandError:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    told = str(error).partition(", set env var")[0]  # that variable shows the cause, which is in this error
-    got = f"{escape_control(path)}: {told}"
-    if str(cause) not in told:
-        got += f"; {type(cause).__name__}: {cause}"
-    advice = "run it with recipes.train first"
-    if isinstance(cause, ModuleNotFoundError):
-        advice = "pip install -c constraints.txt '.[recipes]' in the checkout of lightning_ssd"
+    got = f"{escape_control(path)}: {type(cause).__name__}: {cause}"
+    advice = "pip install -c constraints.txt '.[recipes]', if a module is missing"
     return CommandError("a model that can be built", got, advice)
 
 

@@ -9,8 +9,7 @@ import typer
 from rich.markup import escape
 
 from lightning_ssd.cli.output import CommandError, console, reported_errors
-from lightning_ssd.reports.dashboard import make_workspace, to_json
-from lightning_ssd.reports.wandb_account import has_key, save
+from lightning_ssd.reports.dashboard import has_key, make_workspace, save, to_json
 
 __all__ = ["dashboard"]
 

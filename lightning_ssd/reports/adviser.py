@@ -21,7 +21,6 @@ _WORTH_TELLING = 0.02
 _BUSY = 0.7
 """Share of a wait in which the drives read, for them to be what was waited for."""
 _YEAR_DAYS = 365
-_OFF = 0.15
 _MUCH = 0.05
 _HALF = 0.5
 _MIB = 1 << 20
@@ -175,19 +174,6 @@ def _costs_more(report: RunReport) -> str | None:
     )
 
 
-def _predictions(report: RunReport) -> str | None:
-    plan = report.plan
-    if plan is None or not plan["predicted_step_s"]:
-        return None
-    off = plan["measured_step_s"] / plan["predicted_step_s"] - 1
-    if off <= _OFF:
-        return None
-    return (
-        f"Steps took {100 * off:.0f} % longer than the plan predicted: other work on this machine or its drives, or "
-        "steps that differ from each other."
-    )
-
-
 def _wears(report: RunReport) -> str | None:
     days = report.metrics.get("wear/drive_life_days")
     if days is None or days >= _YEAR_DAYS:
@@ -229,7 +215,6 @@ _RULES: tuple[Callable[[RunReport], str | None], ...] = (
     _slower_than_told,
     _costs_more,
     _wears,
-    _predictions,
     _too_small,
     _stays,
 )

@@ -1,12 +1,14 @@
-"""The W&B dashboard as code: which panels there are, and the workspace made of them."""
+"""The W&B dashboard as code: which panels there are, the workspace made of them, and how it is sent on request."""
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from lightning_ssd.errors import ConfigError
 from lightning_ssd.telemetry.metrics import NUM_DRIVES
 
 if TYPE_CHECKING:
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
     from wandb_workspaces.workspaces import Workspace
 
-__all__ = ["DASHBOARD", "Panel", "Section", "make_workspace", "to_json"]
+__all__ = ["DASHBOARD", "Panel", "Section", "has_key", "make_workspace", "save", "to_json"]
 
 _AXIS = "trainer/global_step"
 _MODE = ("JobType", "lightning_ssd.policy.activations")
@@ -156,3 +158,31 @@ def to_json(workspace: Workspace) -> str:
     """
     model = workspace._to_model()
     return json.dumps(json.loads(model.model_dump_json(by_alias=True, exclude_none=True)), indent=1)
+
+
+def has_key() -> bool:
+    """Whether W&B knows who we are: a key in the environment or in its own file. Asks no server."""
+    import wandb
+
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return wandb.login(prompt=False, verify=False)
+    return bool(wandb.api.api_key)  # the way of older ones
+
+
+def save(workspace: Workspace) -> str:
+    """Send a workspace of wandb-workspaces, and return where it is.
+
+    Raises:
+        ConfigError: W&B does not take it.
+    """
+    import wandb
+
+    try:
+        if not workspace.entity:
+            workspace.entity = wandb.Api().default_entity
+        return str(workspace.save_as_new_view().url)
+    except Exception as error:  # of many kinds: network, key, project, and what the server says
+        raise ConfigError(
+            f"expected W&B to take the workspace for {workspace.entity}/{workspace.project}, and got: {error}; name "
+            "--entity and an existing --project, or give --offline"
+        ) from error

@@ -406,7 +406,7 @@ def test_a_profile_may_leave_the_machine_open_and_must_be_yaml(tmp_path: Path) -
     ("target", "got", "advice"),
     [
         ("not_installed.Model", "ModuleNotFoundError: No module named 'not_installed'", "pip install -c constraints"),
-        ("builtins.int", "ValueError", "run it with recipes.train first"),
+        ("builtins.int", "ValueError", "pip install -c constraints"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused_with_the_cause(

@@ -285,14 +285,11 @@ def test_the_environment_names_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ("text", "content", "message"),
     [
         ("ofload", None, r"'ofload' is no policy's name and no file\. Set it to one of 'auto', 'offload', .* `pol"),
-        ("file", "policy: {", r"'file' is no YAML: .*\. Write lines such as `policy: {"),
-        ("file", "- 1", r"holds \[1\]\. Write the sections policy and hardware"),
-        ("file", "offload: {}", r"holds \{'offload': \{\}\}\. Write the sections policy and hardware"),
-        (
-            "file",
-            "policy: {activation: offload}",
-            r"has policy={'activation': .*\. Write settings among activation_b",
-        ),
+        ("file", "policy: {", r"'file' is no file of settings: .*\. Write the sections .*, such as `policy: {"),
+        ("file", "- 1", r"no file of settings: .*\. Write the sections policy and hardware"),
+        ("file", "offload: {}", r"no file of settings: .*'offload'\. Write the sections policy and hardware"),
+        ("file", "policy: {activation: offload}", r"unexpected keyword argument 'activation'\. Write the sections"),
+        ("file", "policy: {activations: of}", r"OffloadPolicy\.activations='of' is not possible"),
         ("everything", None, r"OffloadPolicy\.parameters='offload', .* Write parameters='keep'"),
     ],
 )
