@@ -62,10 +62,10 @@ def draw_svg(chart: Chart) -> str:
     Raises:
         ImportError: Matplotlib is not installed.
     """
-    import matplotlib
-
     tips: list[str] = []
     figure, text = draw(chart, tips), io.StringIO()
+    import matplotlib
+
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.key, "font.family": "sans-serif"}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
@@ -88,8 +88,11 @@ def draw(chart: Chart, tips: list[str] | None = None) -> Figure:
     Raises:
         ImportError: Matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"{error}; pip install '.[report]' in the checkout") from None
 
     height = max(1.4 + _LANE * len(chart.lanes), 2.2) if chart.lanes else _HEIGHT
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")

@@ -43,7 +43,7 @@ def write_report(report: RunReport, directory: str | os.PathLike[str]) -> list[P
     except ImportError as error:
         for file in (page, *pictures):
             file.unlink(missing_ok=True)
-        _log.warning("no page and no pictures were written (%s); pip install '.[report]' in the checkout", error)
+        _log.warning("no page and no pictures were written (%s)", error)
         return written
     return [_write(page, text), *written, *pictures]
 

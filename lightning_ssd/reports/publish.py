@@ -5,7 +5,6 @@ Loggers are known by what they log to, so that neither library is loaded unless 
 
 from __future__ import annotations
 
-import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,9 +13,6 @@ from lightning_ssd.reports.charts import Chart
 from lightning_ssd.reports.drawing import draw
 
 __all__ = ["publish_charts", "publish_facts", "takes_charts"]
-
-_log = logging.getLogger(__name__)
-_told: set[str] = set()
 
 
 def takes_charts(experiment: object) -> bool:
@@ -31,18 +27,18 @@ def publish_charts(charts: Sequence[Chart], experiment: Any, step: int) -> None:
         charts: of one step.
         experiment: of a logger; one that cannot show pictures gets none.
         step: on the axis that Lightning's loggers use.
-    """
-    try:
-        if _is_wandb(experiment):
-            import wandb
 
-            media = {f"offload/{chart.key}": wandb.Image(draw(chart)) for chart in charts}
-            experiment.log({**media, "trainer/global_step": step})
-        elif takes_charts(experiment):
-            for chart in charts:
-                experiment.add_figure(f"offload/{chart.key}", draw(chart), step)
-    except ImportError as error:
-        _tell_once(f"pictures are not logged ({error}); pip install '.[report]' in the checkout")
+    Raises:
+        ImportError: Matplotlib is not installed.
+    """
+    if _is_wandb(experiment):
+        import wandb
+
+        media = {f"offload/{chart.key}": wandb.Image(draw(chart)) for chart in charts}
+        experiment.log({**media, "trainer/global_step": step})
+    elif takes_charts(experiment):
+        for chart in charts:
+            experiment.add_figure(f"offload/{chart.key}", draw(chart), step)
 
 
 def publish_facts(experiment: Any, *, config: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
@@ -61,9 +57,3 @@ def publish_facts(experiment: Any, *, config: Mapping[str, Any], summary: Mappin
 
 def _is_wandb(experiment: object) -> bool:
     return type(experiment).__module__.partition(".")[0] == "wandb"
-
-
-def _tell_once(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
-        _log.warning(text)
