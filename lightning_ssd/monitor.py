@@ -28,10 +28,9 @@ from lightning_ssd.reports.files import write_report
 from lightning_ssd.reports.publish import publish_charts, publish_facts, takes_charts
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.reports.verdict import Verdict, judge
-from lightning_ssd.telemetry.metrics import MEASURED, METRICS, MetricWindow, compute, merge_ranks
+from lightning_ssd.telemetry.metrics import METRICS, MetricWindow, compute, merge_ranks
 from lightning_ssd.telemetry.stats import OffloadStats
 from lightning_ssd.telemetry.step_record import StepRecord
-from lightning_ssd.telemetry.throughput import BatchSize, batch_size_of
 
 __all__ = ["OffloadMonitor"]
 
@@ -88,7 +87,7 @@ class OffloadMonitor(Callback):
         self._window = MetricWindow()
         self._run = MetricWindow()
         self._batch_started_s = self._step_s = self._run_s = self._last_step_s = 0.0
-        self._sizes: list[BatchSize] = []  # of the batches of the step under way
+        self._num_batches = 0  # of the step under way
         self._written_before = self._written_now = 0
         self._warned = False
         self._records: tuple[StepRecord, ...] = ()
@@ -108,7 +107,7 @@ class OffloadMonitor(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._window, self._run = MetricWindow(), MetricWindow()
         self._step_s = self._run_s = 0.0
-        self._sizes = []
+        self._num_batches = 0
         self._written_before, self._written_now = self._written_before + self._written_now, 0
         self.summary = None
         self._records, self._is_recording = (), False
@@ -147,14 +146,13 @@ class OffloadMonitor(Callback):
         self._step_s += time.perf_counter() - self._batch_started_s
         if trainer.barebones:
             return
-        self._sizes.append(batch_size_of(batch))
+        self._num_batches += 1
         if trainer.fit_loop._should_accumulate():
             if self._is_recording and (offloader := _offloader_of(trainer)) is not None:
                 offloader.mark_record("data")
             return
-        sample = self._sample(trainer)
+        sample, self._num_batches = self._sample(trainer), 0
         self._end_record(trainer)
-        sample |= self._rates(trainer)
         self._window.add(sample)
         self._run.add(sample)
         if self.prog_bar and trainer.progress_bar_callback is not None:
@@ -170,14 +168,6 @@ class OffloadMonitor(Callback):
             self._is_recording = False
             offloader.end_record()
 
-    def _rates(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Samples and tokens per second of the step that is over, where each of its batches tells them."""
-        sizes, self._sizes = self._sizes, []
-        totals = [None if None in counts else sum(counts) for counts in zip(*sizes, strict=True)]
-        share = _share_of_samples(trainer)
-        rates = zip(MEASURED, totals, strict=True)
-        return {key: share * total / self._step_s for key, total in rates if total is not None and self._step_s > 0}
-
     def _sample(self, trainer: pl.Trainer) -> dict[str, float]:
         offloader = _offloader_of(trainer)
         if offloader is None:
@@ -192,8 +182,7 @@ class OffloadMonitor(Callback):
 
     def _begin_record(self, trainer: pl.Trainer) -> None:
         offloader, step = _offloader_of(trainer), self._run.num_steps + 1
-        is_first = not self._sizes  # batch of the step: half a step is no record
-        if not (self._wants_records and is_first) or offloader is None:
+        if not self._wants_records or self._num_batches or offloader is None:  # half a step is no record
             return
         # The first ones tell how a plan comes about, the last one what came of it; the cost gets rarer and rarer.
         if not ((step > 1 and step & (step - 1) == 0) or _is_last_step(trainer)):
@@ -386,12 +375,6 @@ def _is_last_step(trainer: pl.Trainer) -> bool:
         return True
     last = trainer.max_epochs
     return last is not None and last != -1 and trainer.current_epoch + 1 >= last and trainer.is_last_batch
-
-
-def _share_of_samples(trainer: pl.Trainer) -> float:
-    """Return the share of its batch that one process counts: tensor-parallel processes see the same one."""
-    sampling = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return float(sampling.get("num_replicas", trainer.world_size)) / trainer.world_size
 
 
 def _define_peaks(logger: Logger) -> None:

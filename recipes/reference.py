@@ -29,7 +29,6 @@ _MERGE = {
     "max": "largest",
     "last": "latest",
     "bytes_weighted": "mean, weighted with the bytes moved",
-    "time_weighted": "mean, weighted with the time of the step",
     "rate": "all bytes over all busy time",
 }
 _RANKS = {"max": "largest", "min": "smallest", "mean": "mean", "sum": "sum"}

@@ -77,7 +77,6 @@ DASHBOARD = (
         "What does it cost?",
         (
             Panel("One step (s)", ("time/step_s",)),
-            Panel("Samples and tokens per second", ("time/samples_per_s", "time/tokens_per_s")),
             Panel("Waiting, share of the step", ("io/stall_ratio",)),
             Panel("Waiting in forward, backward and update (s)", (
                 "io/stall_forward_s", "io/stall_backward_s", "io/stall_update_s")),

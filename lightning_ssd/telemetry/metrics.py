@@ -18,7 +18,6 @@ from lightning_ssd.telemetry.events import Event, StallEvent, TransferEvent
 from lightning_ssd.telemetry.stats import OffloadStats, SavedBytes
 
 __all__ = [
-    "MEASURED",
     "METRICS",
     "NUM_DRIVES",
     "Metric",
@@ -33,7 +32,7 @@ __all__ = [
 GIB = 1 << 30
 TB = 10**12
 
-Merge = Literal["mean", "max", "last", "bytes_weighted", "time_weighted", "rate"]
+Merge = Literal["mean", "max", "last", "bytes_weighted", "rate"]
 Ranks = Literal["max", "min", "mean", "sum"]
 
 
@@ -48,7 +47,7 @@ class Metric:
     """Raw bytes or seconds (or a ratio) divided by this give the number."""
     merge: Merge
     """How several steps become one number: the mean per step, the largest, the last, the mean weighted with the bytes
-    moved or with the time of the step, or all bytes over all busy time."""
+    moved, or all bytes over all busy time."""
     ranks: Ranks = "max"
     """How several processes become one number: the worst one, their mean, or all together."""
 
@@ -72,8 +71,6 @@ _EACH: tuple[Merge, Ranks] = ("mean", "mean")
 
 METRICS: tuple[Metric, ...] = (
     Metric("time/step_s", "one training step, without data loading; absent in loops of your own", 1, "mean"),
-    Metric("time/samples_per_s", "of training; absent where a batch does not tell its size", 1, "time_weighted", "sum"),
-    Metric("time/tokens_per_s", "the same for batches of text (`input_ids`)", 1, "time_weighted", "sum"),
     Metric("memory/device_peak_gib", "peak of PyTorch's CUDA allocator on our device; absent on CPU", GIB, "max"),
     Metric("memory/host_peak_gib", "peak resident set of this process; absent without /proc", GIB, "max"),
     Metric("memory/activations_resident_peak_gib", "saved activations in memory at the worst moment", GIB, "max"),
@@ -162,8 +159,6 @@ METRICS: tuple[Metric, ...] = (
 """Peaks hold since the start or the last reset, ``io/`` numbers since the last sample. No key is called ``step`` or
 lies under ``system/``: Lightning and W&B take those for themselves."""
 
-MEASURED = ("time/samples_per_s", "time/tokens_per_s")
-"""Keys that only a loop knows."""
 _RATES = {metric.key: metric.key.removesuffix("_per_s") for metric in METRICS if metric.merge == "rate"}
 
 
@@ -267,7 +262,6 @@ def compute(
         "io/stall_forward_s": max(stall_s - backward_s - update_s, 0.0),
         "io/stall_backward_s": backward_s,
         "io/stall_update_s": update_s,
-        **dict.fromkeys(MEASURED),
         "wear/written_tb": stats_now.bytes_written,
         "wear/drive_life_days": None if drive_life_days == math.inf else drive_life_days,
     }
@@ -378,8 +372,6 @@ def _weight(metric: Metric, value: float, sample: Mapping[str, float], moved: fl
     """A rate weighs as long as it lasted, so that the merged one is all bytes over all busy time."""
     if metric.merge == "rate":
         return sample.get(_RATES[metric.key], 0.0) / value if value > 0 else 0.0
-    if metric.merge == "time_weighted":
-        return sample.get("time/step_s", 0.0)
     return moved if metric.merge == "bytes_weighted" else 1.0
 
 

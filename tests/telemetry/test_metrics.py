@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from lightning_ssd.memory.readings import MemoryReadings
 from lightning_ssd.telemetry.events import StallEvent, TransferEvent
 from lightning_ssd.telemetry.metrics import (
-    MEASURED,
     METRICS,
     NUM_DRIVES,
     MetricWindow,
@@ -183,7 +182,7 @@ def test_the_numbers_of_one_sample():
 
 
 def test_keys_and_table_are_the_same():
-    absent = ("memory/worst_rank", "io/busiest_drive_ratio", *MEASURED, *DRIVES)
+    absent = ("memory/worst_rank", "io/busiest_drive_ratio", *DRIVES)
     assert list(sample()) == [metric.key for metric in METRICS if metric.key not in absent]
 
 
@@ -261,7 +260,6 @@ def test_what_has_no_number_has_no_key():
         "memory/weights_offloaded_gib",
         "memory/weights_resident_peak_gib",
         "io/stall_ratio",
-        *MEASURED,
         *AT_PEAK,
         "io/overlap_ratio",
         "io/write_gib_per_s",
@@ -358,10 +356,3 @@ def test_rows_of_several_processes_are_merged_by_the_rule_of_the_table():
 def test_without_a_device_the_host_says_who_is_worst():
     assert merge_ranks([{"memory/host_peak_gib": 1.0}, {"memory/host_peak_gib": 2.0}])["memory/worst_rank"] == 1
     assert merge_ranks([{}, {}]) == {"memory/worst_rank": 0}
-
-
-def test_rates_of_steps_weigh_as_long_as_the_steps_took():
-    window = MetricWindow()
-    window.add({"time/step_s": 1.0, "time/samples_per_s": 10.0})
-    window.add({"time/step_s": 0.01, "time/samples_per_s": 1000.0})
-    assert window.result()["time/samples_per_s"] == pytest.approx(20 / 1.01)
