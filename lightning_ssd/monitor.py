@@ -308,7 +308,6 @@ class OffloadMonitor(Callback):
     def _report(self, trainer: pl.Trainer) -> RunReport:
         offloader, num_steps = _offloader_of(trainer), self._run.num_steps
         plan = None if offloader is None else offloader.plan_report
-        machine = machine_of(offloader, trainer.strategy.root_device)
         return RunReport(
             title=type(trainer.lightning_module).__name__,
             created=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),  # for people: nothing is computed from it
@@ -319,11 +318,10 @@ class OffloadMonitor(Callback):
             unusable=None if offloader is None else offloader.unusable,
             **settings_of(offloader),
             versions=versions(),
-            machine=machine,
+            machine=machine_of(offloader, trainer.strategy.root_device),
             stats={} if offloader is None else asdict(offloader.stats),
             optimizers=() if offloader is None else tuple(asdict(one) for one in offloader.optimizer_stats),
             plan=None if plan is None else asdict(plan),
-            rates={name: machine[name] for name in ("write_bytes_per_s", "read_bytes_per_s") if name in machine},
             metrics=self._run.result(),
             records=self._records,
         )

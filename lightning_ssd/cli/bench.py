@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 
 import torch
 import typer
-from rich.table import Table
 
-from lightning_ssd.cli.output import CommandError, console, reported_errors
+from lightning_ssd.cli.output import CommandError, columns_table, console, reported_errors
 from lightning_ssd.common.formatting import escape_control, format_sizes
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.validation import parse_size
@@ -98,15 +97,14 @@ def _checked(directories: Sequence[Path], size: str, *, allow_unsuitable: bool) 
 
 
 def _show(paths: Sequence[Path], alone: Sequence[Rates], together: Rates, why: str) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("directory", overflow="fold")
-    table.add_column("write", justify="right", no_wrap=True)
-    table.add_column("read", justify="right", no_wrap=True)
-    rows = [(escape_control(path), rates) for path, rates in zip(paths, alone, strict=True)]
-    for name, rates in [*rows, ("all together", together)] if len(paths) > 1 else rows:
-        table.add_row(name, f"{rates.write_per_s / 1e9:.2f} GB/s", f"{rates.read_per_s / 1e9:.2f} GB/s")
+    shown = [*alone, together] if len(paths) > 1 else alone
+    columns = {
+        "directory": [*map(escape_control, paths), "all together"][: len(shown)],
+        "write": [f"{rates.write_per_s / 1e9:.2f} GB/s" for rates in shown],
+        "read": [f"{rates.read_per_s / 1e9:.2f} GB/s" for rates in shown],
+    }
     out = console()
-    out.print(table)
+    out.print(columns_table(columns))
     out.print(f"\nThrough {why}. A chunk of random bytes came back from each as it was written.")
     if len(paths) > 1:
         added = sum(rates.read_per_s for rates in alone)

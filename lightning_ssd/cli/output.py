@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import typer
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lightning_ssd.errors import OffloadError
 
-__all__ = ["FAILED", "CommandError", "console", "facts_table", "reported_errors", "show_error"]
+__all__ = ["FAILED", "CommandError", "columns_table", "console", "facts_table", "reported_errors", "show_error"]
 
 FAILED = 1
 """Exit code where what was asked for is impossible; a mistyped command line has 2."""
@@ -37,6 +37,16 @@ def facts_table(rows: Iterable[tuple[str, Sequence[str]]]) -> Table:
     table.add_column(overflow="fold")
     for label, lines in rows:
         table.add_row(Text(label, style="bold"), Text("\n".join(lines)))
+    return table
+
+
+def columns_table(columns: Mapping[str, Sequence[str]]) -> Table:
+    """Names in the first column, by its head, and numbers in the others."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for number, header in enumerate(columns):
+        table.add_column(header, justify="right" if number else "left", no_wrap=number > 0, overflow="fold")
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*map(Text, row))
     return table
 
 

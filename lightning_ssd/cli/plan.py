@@ -25,6 +25,7 @@ from lightning_ssd.cli.model_trace import ModelTrace, trace_model
 from lightning_ssd.cli.output import (
     FAILED,
     CommandError,
+    columns_table,
     console,
     facts_table,
     reported_errors,
@@ -471,7 +472,7 @@ def _table(task: _Task, found: Mapping[str, Prediction]) -> Table:
         "to host\nGB": _column([prediction.host_bytes for prediction in predictions], _GB, 1),
         "drive\nlife": [_life_text(_life(task, one.written_bytes, one.step_s)) for one in predictions],
     }
-    return _table_of(columns)
+    return columns_table(columns)
 
 
 def _fits_table(task: _Task) -> Table:
@@ -487,17 +488,7 @@ def _fits_table(task: _Task) -> Table:
         "written\nGB": _column([fit.written_bytes for fit in fits], _GB, 1),
         "moving\ns": [_seconds(fit.io_s(task.drives)) for fit in fits],
     }
-    return _table_of(columns)
-
-
-def _table_of(columns: Mapping[str, Sequence[str]]) -> Table:
-    """Names in the first column, by its head, and numbers in the others."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for number, header in enumerate(columns):
-        table.add_column(header, justify="right" if number else "left", no_wrap=True)
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row)
-    return table
+    return columns_table(columns)
 
 
 def _column(sizes: Sequence[float], unit: float, digits: int) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_ssd.cli.output import CommandError, console, reported_errors
+from lightning_ssd.cli.output import CommandError, columns_table, console, reported_errors
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.reports.sweep import Job, read_sweep, sweep_csv
 
@@ -38,23 +38,18 @@ def sweep_table(
 
 
 def _table(jobs: list[Job]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("job", overflow="fold")
-    for name in ("s/step", "peak", "activations", "of", "written/step", "stall s"):
-        table.add_column(name, justify="right", no_wrap=True)
     activations = _in_one_unit([*(job.settled_peak_bytes for job in jobs), *(job.saved_peak_bytes for job in jobs)])
-    columns = [
-        [escape("\n".join(job.overrides) or job.name) for job in jobs],
-        [_number(job.step_s) for job in jobs],
-        _in_one_unit([job.peak_bytes for job in jobs]),
-        activations[: len(jobs)],
-        activations[len(jobs) :],
-        _in_one_unit([job.written_bytes for job in jobs]),
-        [_number(job.stall_s) for job in jobs],
-    ]
-    for row in zip(*columns, strict=True):
-        table.add_row(*row)
-    return table
+    return columns_table(
+        {
+            "job": ["\n".join(job.overrides) or job.name for job in jobs],
+            "s/step": [_number(job.step_s) for job in jobs],
+            "peak": _in_one_unit([job.peak_bytes for job in jobs]),
+            "activations": activations[: len(jobs)],
+            "of": activations[len(jobs) :],
+            "written/step": _in_one_unit([job.written_bytes for job in jobs]),
+            "stall s": [_number(job.stall_s) for job in jobs],
+        }
+    )
 
 
 def _number(value: float | None) -> str:

@@ -77,7 +77,7 @@ def _reads_limit(report: RunReport) -> str | None:
     inside_s = union_s(intersection(waits, [(move.start_s, move.end_s) for move in reads]))
     if inside_s < _BUSY * waited_s or read_s <= 0:
         return None
-    rate = report.rates.get("read_bytes_per_s") or sum(move.nbytes for move in reads) / read_s
+    rate = report.machine.get("read_bytes_per_s") or sum(move.nbytes for move in reads) / read_s
     return (
         f"Backward waited {waited_s:.2g} s of a step of {record.length_s:.2g} s for reads: the drives give "
         f"{rate / 1e9:.2g} GB/s and are the limit. {_keep_more(report, waited_s * rate)}"
@@ -89,7 +89,7 @@ def _writes_limit(report: RunReport) -> str | None:
     record = _last(report)
     if record is None or not _is_long(record, "forward"):
         return None
-    waited_s, rate = record.waited_s("forward"), report.rates.get("write_bytes_per_s")
+    waited_s, rate = record.waited_s("forward"), report.machine.get("write_bytes_per_s")
     told = f", which take {rate / 1e9:.2g} GB/s" if rate else ""
     more = f" {_keep_more(report, waited_s * rate)}" if rate else ""
     return (
@@ -192,7 +192,7 @@ def _slower_than_told(report: RunReport) -> str | None:
     hardware = report.hardware or {}
     num_drives = max(len(hardware.get("paths") or ()), 1)
     for name, found in (("write_rate", "write_bytes_per_s"), ("read_rate", "read_bytes_per_s")):
-        told, rate = hardware.get(name), report.rates.get(found)
+        told, rate = hardware.get(name), report.machine.get(found)
         if told is None or not rate or report.num_processes > 1:  # which share the drives
             continue
         expected = num_drives * parse_size(told)

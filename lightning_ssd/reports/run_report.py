@@ -47,10 +47,9 @@ class RunReport:
     """Fields of ``OptimizerStats``, one mapping each."""
     plan: Mapping[str, Any] | None = None
     """Fields of ``PlanReport``."""
-    rates: Mapping[str, float] = field(default_factory=dict)
-    """``write_bytes_per_s`` and ``read_bytes_per_s`` of all drives together, as planned with or as seen."""
     machine: Mapping[str, Any] = field(default_factory=dict)
-    """Where it ran, such as ``device`` and ``memory_bytes``."""
+    """Where it ran, such as ``device`` and ``memory_bytes``. ``write_bytes_per_s`` and ``read_bytes_per_s`` are of all
+    drives together, as planned with or as seen."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """All steps merged into one row of the metrics' table."""
     records: Sequence[StepRecord] = ()

@@ -127,7 +127,7 @@ def test_a_run_without_anything_has_a_page(tmp_path: Path) -> None:
         hardware=None,
         stats={},
         plan=None,
-        rates={},
+        machine={},
         metrics={},
         records=(),
         num_steps=0,

@@ -76,7 +76,7 @@ def made_report(**changes: Any) -> RunReport:
             "moved_bytes": 200 * MIB,
             "measured_overhead": 0.01,
         },
-        "rates": {"write_bytes_per_s": 1e9, "read_bytes_per_s": 1e9},
+        "machine": {"write_bytes_per_s": 1e9, "read_bytes_per_s": 1e9},
         "metrics": {
             "io/stall_s": 0.1,
             "io/write_gib": 0.25,
