@@ -27,7 +27,7 @@ from lightning_ssd.reports.charts import step_charts
 from lightning_ssd.reports.files import write_report
 from lightning_ssd.reports.publish import publish_charts, publish_facts, takes_charts
 from lightning_ssd.reports.run_report import RunReport
-from lightning_ssd.reports.verdict import Verdict, judge
+from lightning_ssd.reports.verdict import judge
 from lightning_ssd.telemetry.metrics import METRICS, MetricWindow, compute, merge_ranks
 from lightning_ssd.telemetry.stats import OffloadStats
 from lightning_ssd.telemetry.step_record import StepRecord
@@ -92,7 +92,6 @@ class OffloadMonitor(Callback):
         self._warned = False
         self._records: tuple[StepRecord, ...] = ()
         self._wants_records = self._is_recording = self._is_running = False
-        self._config: dict[str, Any] = {}
         self._told: set[str] = set()
 
     @override
@@ -125,7 +124,7 @@ class OffloadMonitor(Callback):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 _define_peaks(logger)
-            self._publish_settings(trainer)
+            self._publish(trainer, "log its settings", self._report(trainer), {})
             self._wants_records = self.records_steps(trainer)
 
     def records_steps(self, trainer: pl.Trainer) -> bool:
@@ -248,7 +247,10 @@ class OffloadMonitor(Callback):
         self.summary = verdict.text()
         _log.info("backend: %s; plan: %s", report.backend, report.plan)
         if trainer.is_global_zero:
-            self._publish_verdict(trainer, report, verdict)
+            summary: dict[str, Any] = {"offload/verdict": verdict.headline, "offload/summary": self.summary}
+            if report.saved_pct is not None:
+                summary["offload/saved_pct"] = report.saved_pct
+            self._publish(trainer, "log its verdict", report, summary)
             self._write_report(replace(report, summary=self.summary))
 
     @override
@@ -262,26 +264,12 @@ class OffloadMonitor(Callback):
             summary = f"The run ended early, after step {self._run.num_steps}: {exception!r}"
             self._write_report(replace(self._report(trainer), summary=summary))
 
-    def _publish_settings(self, trainer: pl.Trainer) -> None:
-        offloader = _offloader_of(trainer)
-        self._config = {
-            **settings_of(offloader),
-            "versions": versions(),
-            "machine": machine_of(offloader, trainer.strategy.root_device),
-        }
+    def _publish(self, trainer: pl.Trainer, what: str, report: RunReport, summary: dict[str, Any]) -> None:
+        # At the end once more, because the drives' rates and the plan are known by then.
+        known = {name: getattr(report, name) for name in ("policy", "hardware", "versions", "machine", "plan")}
+        config = {name: value for name, value in known.items() if value is not None}
         for experiment in _experiments(trainer):
-            self._try("log its settings", partial(publish_facts, experiment, config=self._config, summary={}))
-
-    def _publish_verdict(self, trainer: pl.Trainer, report: RunReport, verdict: Verdict) -> None:
-        # Once more, because the drives' rates are known by now.
-        config = {**self._config, "machine": report.machine}
-        if report.plan is not None:
-            config["plan"] = report.plan
-        summary: dict[str, Any] = {"offload/verdict": verdict.headline, "offload/summary": self.summary}
-        if report.saved_pct is not None:
-            summary["offload/saved_pct"] = report.saved_pct
-        for experiment in _experiments(trainer):
-            self._try("log its verdict", partial(publish_facts, experiment, config=config, summary=summary))
+            self._try(what, partial(publish_facts, experiment, config=config, summary=summary))
 
     def _write_report(self, report: RunReport) -> None:
         if self.report_dir is None:
