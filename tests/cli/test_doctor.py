@@ -20,6 +20,11 @@ from tests.support.patience import PATIENCE_S
 DEV_SHM = Path("/dev/shm")
 
 
+def said(done: Result) -> str:
+    """What it wrote to standard error, on one line."""
+    return " ".join(done.stderr.split())
+
+
 def run(*arguments: object) -> Result:
     # Wide, so that no name is folded; how it looks at 80 columns has a test of its own.
     return CliRunner().invoke(app, ["doctor", *map(str, arguments)], env={"COLUMNS": "300"})
@@ -104,8 +109,8 @@ def test_two_directories_of_one_file_system_are_told_of(spill_dir: Path) -> None
 def test_memory_is_refused() -> None:
     done = run(DEV_SHM)
     assert done.exit_code == 1
-    assert "error: /dev/shm lies on tmpfs, which is memory" in done.stderr
-    assert "name a directory on a local SSD" in done.stderr
+    assert "error: /dev/shm lies on tmpfs, which is memory" in said(done)
+    assert "name a directory on a local SSD" in said(done)
 
 
 def test_a_network_file_system_is_refused(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +125,7 @@ def test_a_file_is_no_directory(spill_dir: Path) -> None:
     file.write_bytes(b"mine")
     done = run(file)
     assert done.exit_code == 1
-    assert "exists and is no directory" in done.stderr
+    assert "exists and is no directory" in said(done)
     assert file.read_bytes() == b"mine"
 
 
@@ -128,7 +133,7 @@ def test_a_directory_that_is_not_writable_is_refused(spill_dir: Path, monkeypatc
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
     done = run(spill_dir / "below")
     assert done.exit_code == 1
-    assert "is not writable for this user" in done.stderr
+    assert "is not writable for this user" in said(done)
 
 
 def test_a_mount_that_is_read_only_is_named(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +143,8 @@ def test_a_mount_that_is_read_only_is_named(spill_dir: Path, monkeypatch: pytest
     monkeypatch.setattr("os.statvfs", lambda *_: read_only)
     done = run(spill_dir)
     assert done.exit_code == 1
-    words = " ".join(done.stderr.split())
-    assert "is on a file system that is mounted read-only" in words
+    words = said(done)
+    assert "lies on a file system that is mounted read-only" in words
     assert "owner" not in words
 
 
@@ -151,7 +156,7 @@ def test_kvikio_that_is_not_here_is_refused_only_if_asked_for(spill_dir: Path, m
     assert findings(spill_dir)["problems"] == []
     done = run(spill_dir, "--backend", "kvikio")
     assert done.exit_code == 1
-    assert "kvikio does not load (test)" in done.stderr
+    assert "kvikio does not load (test)" in said(done)
 
 
 def test_what_kvikio_says_of_gds_is_told(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +182,7 @@ def test_an_accelerator_is_named() -> None:
 def test_a_mistyped_backend_has_the_exit_code_of_usage(spill_dir: Path) -> None:
     done = run(spill_dir, "--backend", "possix")
     assert done.exit_code == 2
-    assert "possix" in done.stderr
+    assert "possix" in said(done)
 
 
 def test_help_has_an_example() -> None:

@@ -53,6 +53,11 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
+def said(done: Result) -> str:
+    """What it wrote to standard error, on one line."""
+    return " ".join(done.stderr.split())
+
+
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "300"})
 
@@ -109,9 +114,9 @@ def test_batches_are_like_the_first_one_of_a_data_module(profile: Path) -> None:
     assert many["saved_peak_bytes"] > 8 * 256 * 1024 * 4
     done = run("--model", f"{MODELS}:TakesVectors", "--data", f"{MODELS}:NoData", *SIZES, "--hardware", profile)
     assert done.exit_code == 1
-    assert "a DataModule whose first batch can be loaded" in done.stderr
+    assert "a DataModule whose first batch can be loaded" in said(done)
     done = run("--model", f"{MODELS}:TakesVectors", *SIZES, "--hardware", profile)
-    assert "name a DataModule with --data" in " ".join(done.stderr.split())
+    assert "name a DataModule with --data" in said(done)
 
 
 def test_rates_of_a_drive_that_one_has_not_got_yet(profile: Path) -> None:
@@ -271,7 +276,7 @@ def test_what_would_wait_in_the_same_way_is_shown_once(profile: Path, monkeypatc
 def test_a_budget_that_no_plan_keeps_is_told_with_the_least_one(profile: Path) -> None:
     done = run("--model", NET, *SIZES, "--hardware", profile, "--budget", "1%")
     assert done.exit_code == 1
-    assert "expected a budget of at least" in done.stderr
+    assert "expected a budget of at least" in said(done)
     assert "keep" in done.stdout, "what can be predicted is"
     assert "auto" not in done.stdout.partition("life")[2].partition("Predicted")[0]
 
@@ -305,7 +310,7 @@ def test_a_gpu_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     done = run("--model", NET, *SIZES)
     assert done.exit_code == 1
-    assert "--hardware on a machine with an accelerator" in done.stderr
+    assert "--hardware on a machine with an accelerator" in said(done)
 
 
 @pytest.mark.parametrize(
@@ -331,8 +336,8 @@ def test_a_gpu_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_predicted_is_refused_with_a_reason(arguments: list[str], match: str) -> None:
     done = run(*arguments, *SIZES)
     assert done.exit_code == 1
-    assert match in done.stderr
-    assert "error: " in done.stderr
+    assert match in said(done)
+    assert "error: " in said(done)
     assert not done.stdout
 
 
@@ -356,8 +361,8 @@ def test_a_profile_that_is_mistyped_is_refused_with_the_key(
     (tmp_path / "mine.yaml").write_text(written.replace(*change))
     done = run("--model", NET, "--hardware", str(tmp_path / "mine.yaml"), *SIZES)
     assert done.exit_code == 1
-    assert "a hardware profile with hardware: and machine: alone" in done.stderr
-    assert match in " ".join(done.stderr.split())
+    assert "a hardware profile with hardware: and machine: alone" in said(done)
+    assert match in said(done)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +404,7 @@ def test_a_profile_may_leave_the_machine_open_and_must_be_yaml(tmp_path: Path) -
     file.write_text("hardware: [\n")
     done = run("--model", NET, "--hardware", str(file), *SIZES)
     assert done.exit_code == 1
-    assert "a hardware profile with hardware: and machine: alone" in done.stderr
+    assert "a hardware profile with hardware: and machine: alone" in said(done)
 
 
 @pytest.mark.parametrize(
@@ -417,9 +422,9 @@ def test_a_model_that_cannot_be_built_is_refused_with_the_cause(
     monkeypatch.chdir(tmp_path)
     done = run("--model", "broken", *SIZES, "--hardware", "dgx_h100")
     assert done.exit_code == 1
-    assert done.stderr.count(got) == 1
-    assert advice in done.stderr
-    assert "HYDRA_FULL_ERROR" not in done.stderr
+    assert said(done).count(got) == 1
+    assert advice in said(done)
+    assert "HYDRA_FULL_ERROR" not in said(done)
 
 
 def test_a_profile_without_a_rate_of_computing_is_refused(tmp_path: Path) -> None:
@@ -428,7 +433,7 @@ def test_a_profile_without_a_rate_of_computing_is_refused(tmp_path: Path) -> Non
     path.write_text(profile_text(machine))
     done = run("--model", NET, *SIZES, "--hardware", path)
     assert done.exit_code == 1
-    assert "device_peak_tflops" in done.stderr
+    assert "device_peak_tflops" in said(done)
 
 
 def test_help_has_an_example() -> None:
