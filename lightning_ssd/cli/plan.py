@@ -281,7 +281,8 @@ def _this_machine() -> Described:
 
 def _timed_tflops() -> float:
     """Time a matrix product on this CPU: the best of some, because other work only makes one slower."""
-    one, seconds = torch.rand(_TIMED_SIZE, _TIMED_SIZE), []
+    one = torch.rand(_TIMED_SIZE, _TIMED_SIZE)
+    seconds: list[float] = []
     for _ in range(5):
         begin_s = time.perf_counter()
         torch.mm(one, one)
