@@ -113,7 +113,6 @@ METRICS = made_report().metrics
         ({"policy": {**POLICY, "activations": "keep"}}, 'activations="auto" moves what pays'),
         ({"plan": {**PLAN, "measured_overhead": 0.0712}}, "Moving took 7.1 % of a pass, more than the 5 % that max_s"),
         ({"metrics": {**METRICS, "wear/drive_life_days": 90.0}}, "in 90 days"),
-        ({"plan": {**PLAN, "measured_step_s": 3.0}}, "50 % longer"),
         ({"stats": {**STATS, "resident_peak_bytes": 2000 * MIB}}, 'whatever it costs: activations="offload".'),
         (
             {"unusable": "wear_budget allows too little", "stats": {**STATS, "bytes_written": 0}},

@@ -298,7 +298,7 @@ def test_a_window_merges_by_the_rule_of_the_table():
     later = replace(NOW, bytes_written=5 * GIB, resident_peak_bytes=GIB // 2)
     window = MetricWindow()
     window.add(sample())
-    later_plan = replace(PLAN, predicted_step_s=6.0, predicted_peak_bytes=GIB // 2, num_plans=4)
+    later_plan = {**PLAN, "plan/predicted_step_s": 6.0, "plan/predicted_peak_gib": GIB // 2, "plan/num_plans": 4}
     window.add(sample(slow, before=NOW, now=later, plan=later_plan, drive_life_days=400.0))
     row = window.result()
     assert row["io/write_gib"] == 2
