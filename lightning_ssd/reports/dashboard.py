@@ -168,7 +168,7 @@ def has_key() -> bool:
     return bool(wandb.api.api_key)  # the way of older ones
 
 
-def save(workspace: Workspace) -> str:
+def save(workspace: Any) -> str:
     """Send a workspace of wandb-workspaces, and return where it is.
 
     Raises:
