@@ -228,8 +228,8 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["parameters", "gradients"])
 def test_weights_and_gradients_need_a_strategy(name: str) -> None:
     policy = OffloadPolicy(optimizer_states="offload", **{name: "offload"})
-    line = r"Write Trainer\(strategy=SSDOffloadStrategy\(policy=...\)\), or SSDOffloadFSDPStrategy for shards"
-    with pytest.raises(ConfigError, match=rf"OffloadPolicy\.{name}='offload', .* {line}, .* write {name}='keep'"):
+    line = r"train with Trainer\(strategy=SSDOffloadStrategy\(policy=...\)\), or SSDOffloadFSDPStrategy for shards"
+    with pytest.raises(ConfigError, match=rf"OffloadPolicy\.{name}='offload', .* Write {name}='keep', or {line}"):
         OffloadCallback(policy=policy)
 
 
