@@ -164,7 +164,7 @@ def test_ddp_is_wrapped_on_the_current_stream(module: Any, monkeypatch: pytest.M
         raise AssertionError("a stream of its own was made")
 
     monkeypatch.setattr(module, "DistributedDataParallel", wrap)
-    monkeypatch.setattr(_lightning_compat, "_register_ddp_comm_hook", lambda *_: None)
+    monkeypatch.setattr(_lightning_compat, "register_comm_hook", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Stream", refuse)
     strategy: Any = SSDOffloadStrategy() if module is single_or_ddp else SSDOffloadFabricStrategy()
     strategy.parallel_devices = [torch.device("cuda", i) for i in range(2)]
