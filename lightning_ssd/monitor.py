@@ -26,17 +26,16 @@ from lightning_ssd.offloader import Offloader
 from lightning_ssd.reports.charts import step_charts
 from lightning_ssd.reports.files import write_report
 from lightning_ssd.reports.publish import publish_charts, publish_facts, takes_charts
+from lightning_ssd.reports.run_log import RunLog
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.reports.verdict import judge
 from lightning_ssd.telemetry.metrics import METRICS, MetricWindow, compute, merge_ranks
 from lightning_ssd.telemetry.stats import OffloadStats
-from lightning_ssd.telemetry.step_record import StepRecord
 
 __all__ = ["OffloadMonitor"]
 
 _log = logging.getLogger(__name__)
 _TB = 10**12
-_MAX_RECORDS = 3
 _WITHOUT_OFFLOADER = ("time/step_s", "memory/device_peak_gib", "memory/host_peak_gib")
 
 
@@ -90,7 +89,7 @@ class OffloadMonitor(Callback):
         self._num_batches = 0  # of the step under way
         self._written_before = self._written_now = 0
         self._warned = False
-        self._records: tuple[StepRecord, ...] = ()
+        self._log_of_run = RunLog()
         self._wants_records = self._is_recording = self._is_running = False
         self._told: set[str] = set()
 
@@ -109,7 +108,7 @@ class OffloadMonitor(Callback):
         self._num_batches = 0
         self._written_before, self._written_now = self._written_before + self._written_now, 0
         self.summary = None
-        self._records, self._is_recording = (), False
+        self._log_of_run, self._is_recording = RunLog(), False
         self._wants_records = False
         if trainer.barebones:
             return
@@ -183,8 +182,7 @@ class OffloadMonitor(Callback):
         offloader, step = _offloader_of(trainer), self._run.num_steps + 1
         if not self._wants_records or self._num_batches or offloader is None:  # half a step is no record
             return
-        # The first ones tell how a plan comes about, the last one what came of it; the cost gets rarer and rarer.
-        if not ((step > 1 and step & (step - 1) == 0) or _is_last_step(trainer)):
+        if not (RunLog.wants_record(step) or _is_last_step(trainer)):
             return
         self._is_recording = offloader.begin_record(
             trainer.fit_loop.epoch_loop._batches_that_stepped + 1,
@@ -200,7 +198,7 @@ class OffloadMonitor(Callback):
         record = offloader.end_record()
         if record is None:
             return
-        self._records = (*self._records, record)[-_MAX_RECORDS:]
+        self._log_of_run.add_record(record)
         takers = [experiment for experiment in _experiments(trainer) if takes_charts(experiment)]
         charts = step_charts(record) if takers else []
         for experiment in takers:
@@ -220,9 +218,10 @@ class OffloadMonitor(Callback):
 
     def _log(self, trainer: pl.Trainer) -> None:
         row, self._window = self._window.result(), MetricWindow()
-        if trainer.world_size > 1 and trainer.loggers:
+        if trainer.world_size > 1 and (trainer.loggers or self.report_dir is not None):
             row = _over_ranks(row, trainer)
         if trainer.is_global_zero:
+            self._log_of_run.add_row(trainer.fit_loop.epoch_loop._batches_that_stepped, row)
             for logger in trainer.loggers:
                 named = {key.replace("/", str(logger.group_separator)): value for key, value in row.items()}
                 # Not global_step, which is one ahead here and would shift the curves against those of self.log.
@@ -311,7 +310,8 @@ class OffloadMonitor(Callback):
             optimizers=() if offloader is None else tuple(asdict(one) for one in offloader.optimizer_stats),
             plan=None if plan is None else asdict(plan),
             metrics=self._run.result(),
-            records=self._records,
+            rows=self._log_of_run.rows,
+            records=self._log_of_run.records,
         )
 
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,15 +16,20 @@ __all__ = [
     "Series",
     "lifetimes",
     "memory_over_step",
+    "over_run",
+    "overhead_over_run",
     "step_charts",
     "transfers",
 ]
 
-Role = Literal["weights", "gradients", "states", "activations", "other", "keep", "write", "read", "wait", "away"]
+Role = Literal[
+    "weights", "gradients", "states", "activations", "other", "keep", "write", "read", "wait", "away", "measure"
+]
 """Kind of series; a renderer gives each its colour."""
 
 _MAX_POINTS = 1200
 _MAX_BARS = 1500
+_GIB = 1 << 30
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
@@ -36,7 +41,7 @@ class Series:
     role: Role
     x: tuple[float, ...]
     y: tuple[float, ...]
-    kind: Literal["area", "dashed"]
+    kind: Literal["area", "line", "dashed"] = "line"
     """Areas are stacked, in the order of the chart."""
 
 
@@ -174,6 +179,68 @@ def lifetimes(record: StepRecord) -> Chart:
     )
 
 
+def over_run(rows: Sequence[Mapping[str, float]], keys: Iterable[tuple[str, str, Role]], *, title: str) -> Chart:
+    """Metrics over the steps of a run.
+
+    Args:
+        rows: with ``step`` and keys of the metrics' table, in GiB.
+        keys: of metrics, their names, and their roles.
+        title: of the picture.
+    """
+    found: list[tuple[str, Role, tuple[float, ...], tuple[float, ...]]] = []
+    for key, name, role in keys:
+        known = [(row["step"], row[key] * _GIB) for row in rows if key in row]
+        if known:
+            x, y = zip(*known, strict=True)
+            found.append((name, role, x, y))
+    size, unit = _unit(max((max(y) for _, _, _, y in found), default=0))
+    series = tuple(
+        Series(name=name, role=role, x=x, y=tuple(value / size for value in y)) for name, role, x, y in found
+    )
+    return Chart(key="over_run", title=title, x_title="optimizer step", y_title=unit, series=series)
+
+
+def overhead_over_run(rows: Sequence[Mapping[str, float]]) -> Chart:
+    """Draw what moving cost the passes that followed a plan, by cause, under what was predicted.
+
+    Args:
+        rows: with ``step`` and keys of the metrics' table.
+    """
+    planned = [row for row in rows if _MEASURED in row and _PREDICTED in row]
+    steps = tuple(row["step"] for row in planned)
+    # Those of updates are not the pass' own.
+    causes: tuple[tuple[tuple[str, ...], str, Role], ...] = (
+        (("io/cpu_s",), "CPU of workers, page faults", "other"),
+        (("io/hook_s",), "hooks", "activations"),
+        (("io/stall_forward_s", "io/stall_backward_s"), "stalls", "wait"),
+    )
+    seconds = [[sum(row.get(key, 0.0) for key in keys) for keys, _, _ in causes] for row in planned]
+    series = [
+        Series(
+            name=name,
+            role=role,
+            x=steps,
+            y=tuple(
+                100 * row[_MEASURED] * took_s[number] / max(sum(took_s), 1e-9)
+                for row, took_s in zip(planned, seconds, strict=True)
+            ),
+            kind="area",
+        )
+        for number, (_, name, role) in enumerate(causes)
+    ]
+    predicted = Series(
+        name="predicted", role="keep", x=steps, y=tuple(100 * row[_PREDICTED] for row in planned), kind="dashed"
+    )
+    return Chart(
+        key="overhead_over_run",
+        title="What moving cost, relative to a pass without it",
+        x_title="optimizer step",
+        y_title="%",
+        series=(*series, predicted) if planned else (),
+    )
+
+
+_MEASURED, _PREDICTED = "plan/overhead_ratio", "plan/predicted_overhead_ratio"
 _MEMORY = "Memory over one step"
 _SECONDS = "seconds since the step began"
 _WAITS = "training waits"

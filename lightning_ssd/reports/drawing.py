@@ -28,6 +28,7 @@ COLORS: dict[Role, str] = {
     "read": "#009e73",
     "wait": "#d55e00",
     "away": "#b8d4e8",
+    "measure": "#0072b2",
 }
 """One colour for each kind, the same in every picture, told apart without red and green as well.
 Source: M. Okabe and K. Ito, Color Universal Design (2008)."""
@@ -104,8 +105,9 @@ def draw(chart: Chart, tips: list[str] | None = None) -> Figure:
         names = [series.name for series in areas]
         axes.stackplot(areas[0].x, [series.y for series in areas], labels=names, colors=colors, alpha=0.7, step="post")
     for series in chart.series:
-        if series.kind == "dashed":
-            axes.step(series.x, series.y, "--", where="post", color=COLORS[series.role], lw=1.2, label=series.name)
+        if series.kind in ("line", "dashed"):
+            (line,) = axes.plot(series.x, series.y, color=COLORS[series.role], linewidth=1.2, label=series.name)
+            line.set(linestyle="--" if series.kind == "dashed" else "-", drawstyle="steps-post" if areas else "default")
     if chart.series:
         axes.set_ylim(bottom=0)  # last: it settles the top as well
     if tips is not None:

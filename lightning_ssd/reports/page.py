@@ -9,7 +9,7 @@ from html import escape
 from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.reports.adviser import advise
-from lightning_ssd.reports.charts import Chart, step_charts
+from lightning_ssd.reports.charts import Chart, over_run, overhead_over_run, step_charts
 from lightning_ssd.reports.drawing import draw_svg
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.metrics import NUM_DRIVES
@@ -38,8 +38,20 @@ td + td, th + th { text-align: right }
 
 
 def report_charts(report: RunReport) -> list[Chart]:
-    """Return the pictures of the last recorded step."""
-    return step_charts(report.records[-1]) if report.records else []
+    """All pictures of a run: its last recorded step, then memory over the run."""
+    charts = step_charts(report.records[-1]) if report.records else []
+    run = over_run(
+        report.rows,
+        (
+            ("memory/activations_resident_peak_gib", "saved activations in memory", "activations"),
+            ("memory/activations_saved_peak_gib", "with all of them kept", "keep"),
+            ("memory/device_peak_gib", "device", "measure"),
+        ),
+        title="Peaks over the run",
+    )
+    if len(report.rows) > 1:
+        charts += [chart for chart in (run, overhead_over_run(report.rows)) if chart.series]
+    return charts
 
 
 def render_page(report: RunReport) -> str:
@@ -55,8 +67,8 @@ def render_page(report: RunReport) -> str:
             f'<p class="faint">{escape(_facts(report))}</p>',
             *(f"<p>{escape(line)}</p>" for line in report.summary.splitlines()),
             _section("Did it fit?", _fit(report)),
-            _section("What did it cost?", _cost(report)),
-            _section("Where is the memory?", "", pictures.get("memory_over_step")),
+            _section("What did it cost?", _cost(report), pictures.get("overhead_over_run")),
+            _section("Where is the memory?", "", pictures.get("memory_over_step"), pictures.get("over_run")),
             _section("Did the drives' work hide behind the model's?", _overlap(report), pictures.get("transfers")),
             _section("What became of the largest saved tensors?", "", pictures.get("lifetimes")),
             _section("Was the plan right?", _plan(report)),
@@ -105,9 +117,7 @@ def _cost(report: RunReport) -> str:
     plan = report.plan or {}
     told = ""
     if plan.get("measured_overhead") is not None:
-        names = {"measured_stall_s": "stalls", "measured_hook_s": "hooks", "measured_cpu_s": "CPU and page faults"}
-        causes = ", ".join(f"{told} {plan.get(name, 0.0):.2g} s" for name, told in names.items())
-        told = f"<p>Moving took {100 * plan['measured_overhead']:.1f} % of a pass without it ({causes}).</p>"
+        told = f"<p>Moving took {100 * plan['measured_overhead']:.1f} % of the time of a pass without it.</p>"
     record = report.records[-1] if report.records else None
     return told if record is None else told + _phases(record)
 

@@ -52,6 +52,8 @@ class RunReport:
     drives together, as planned with or as seen."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """All steps merged into one row of the metrics' table."""
+    rows: Sequence[Mapping[str, float]] = ()
+    """Rows that were logged, with ``step``."""
     records: Sequence[StepRecord] = ()
     """Steps that were recorded, in order."""
 

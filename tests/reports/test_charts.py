@@ -12,6 +12,8 @@ from lightning_ssd.reports.charts import (
     Chart,
     lifetimes,
     memory_over_step,
+    over_run,
+    overhead_over_run,
     step_charts,
     transfers,
 )
@@ -95,9 +97,40 @@ def test_a_step_without_anything_has_no_pictures() -> None:
     assert step_charts(StepRecord(step=1, length_s=0.1)) == []
 
 
+COSTLY = {
+    "step": 3.0,
+    "io/stall_s": 9.1,
+    "io/stall_forward_s": 0.06,
+    "io/stall_backward_s": 0.04,
+    "io/hook_s": 0.2,
+    "io/cpu_s": 0.1,
+    "plan/overhead_ratio": 0.04,
+    "plan/predicted_overhead_ratio": 0.03,
+}
+
+
+def test_overhead_is_shown_by_cause_and_as_predicted() -> None:
+    unplanned = {"step": 1.0, "io/stall_s": 0.1, "io/hook_s": 0.2, "io/cpu_s": 0.1}
+    free = {"step": 2.0, "plan/overhead_ratio": 0.0, "plan/predicted_overhead_ratio": 0.0}
+    chart = overhead_over_run([unplanned, free, COSTLY])
+    assert {one.name: one.y for one in chart.series} == {
+        "CPU of workers, page faults": pytest.approx((0.0, 1.0)),
+        "hooks": pytest.approx((0.0, 2.0)),
+        "stalls": pytest.approx((0.0, 1.0)),
+        "predicted": pytest.approx((0.0, 3.0)),
+    }
+    assert not overhead_over_run([unplanned]).series
+
+
 CHARTS = [
     *step_charts(made_record()),
     transfers(made_record(moves=(), waits=(Wait(0.1, 0.2),))),
+    over_run(
+        [{"step": 1.0, "a": 1.0}, {"step": 2.0, "a": 2.0, "b": 1.0}],
+        [("a", "A", "keep"), ("b", "B", "activations")],
+        title="t",
+    ),
+    overhead_over_run([COSTLY, COSTLY | {"step": 4.0}]),
 ]
 
 
@@ -115,6 +148,21 @@ def test_matplotlib_draws_it(chart: Chart, tmp_path: Path) -> None:
     assert all(any(bar.label in tip and bar.lane in tip for tip in tips) for bar in chart.bars)
     for series in chart.series:
         assert any(series.name in tip and f"{series.y[-1]:.4g}" in tip for tip in tips)
+
+
+@pytest.mark.parametrize("largest", ["A", "B"])
+def test_no_line_lies_outside_of_its_picture(largest: str) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
+    from lightning_ssd.reports.drawing import draw
+
+    rows = [
+        {"step": float(n), "a": 9.0 if largest == "A" else 1.0, "b": 1.0 if largest == "A" else 9.0} for n in (1, 2)
+    ]
+    chart = over_run(rows, [("a", "A", "activations"), ("b", "B", "keep")], title="t")
+    (axes,) = draw(chart).axes
+    bottom, top = axes.get_ylim()
+    assert bottom == 0
+    assert top >= 9
 
 
 def test_a_legend_has_the_colours_of_its_bars() -> None:

@@ -41,7 +41,7 @@ def test_it_draws_and_tells_values(browser: Any, width: int, scheme: str, tmp_pa
         lambda request: None if request.url.startswith(("file:", "data:")) else complaints.append(request.url),
     )
     page.goto(page_file.as_uri())
-    assert page.locator("svg").count() == 3
+    assert page.locator("svg").count() == 4
     assert complaints == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.locator("#chart-memory_over_step svg").scroll_into_view_if_needed()

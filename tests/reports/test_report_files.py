@@ -13,9 +13,10 @@ import pytest
 
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.reports.files import write_report
+from lightning_ssd.reports.run_log import RunLog
 from lightning_ssd.reports.run_report import load_report
 from lightning_ssd.telemetry.stats import describe_held
-from tests.support.step_records import made_report
+from tests.support.step_records import made_record, made_report
 
 
 def test_json_gives_the_same_report(tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ def test_the_page_answers_and_fetches_nothing(tmp_path: Path) -> None:
         "memory_over_step.png",
         "transfers.png",
         "lifetimes.png",
+        "over_run.png",
     ]
     page = written[0].read_text()
     parser = _Outside()
@@ -130,6 +132,7 @@ def test_a_run_without_anything_has_a_page(tmp_path: Path) -> None:
         plan=None,
         machine={},
         metrics={},
+        rows=(),
         records=(),
         num_steps=0,
         step_s=0.0,
@@ -162,6 +165,18 @@ def test_a_report_that_cannot_be_written_leaves_the_former_one(tmp_path: Path, m
         write_report(made_report(title="another"), tmp_path)
     assert (tmp_path / "report.json").read_text() == before
     assert not list(tmp_path.glob(".*"))
+
+
+def test_rows_of_a_long_run_are_thinned_and_records_bounded() -> None:
+    log = RunLog()
+    for step in range(1, 10_001):
+        log.add_row(step, {"io/write_gib": float(step)})
+        if log.wants_record(step):
+            log.add_record(made_record(step=step))
+    assert 1000 < len(log.rows) <= 2000
+    gaps = {int(b["step"] - a["step"]) for a, b in zip(log.rows, log.rows[1:], strict=False)}
+    assert gaps == {8}
+    assert [record.step for record in log.records] == [2048, 4096, 8192]
 
 
 def test_numbers_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:

@@ -375,16 +375,18 @@ def test_a_report_is_written_and_told_of(tmp_path, caplog):
     report = load_report(tmp_path / "report")
     assert report.summary == monitor.summary
     assert report.num_steps == NUM_BATCHES
+    assert [row["step"] for row in report.rows] == list(range(NUM_BATCHES))
     assert [record.step for record in report.records] == [2, 4, NUM_BATCHES]
-    phases = [report.metrics[f"io/stall_{phase}_s"] for phase in ("forward", "backward", "update")]
-    assert sum(phases) == pytest.approx(report.metrics["io/stall_s"])
+    for row in report.rows:
+        phases = [row[f"io/stall_{phase}_s"] for phase in ("forward", "backward", "update")]
+        assert sum(phases) == pytest.approx(row["io/stall_s"])
     assert report.machine["device"] == "cpu"
     assert report.machine["memory_bytes"] > report.peak_bytes
     for record in report.records:
         assert {phase.name for phase in record.phases} >= {"forward", "backward", "update"}
         assert record.moves
         assert record.weight_bytes > 0
-    assert (tmp_path / "report" / "report.html").read_text().count("<svg") == 3
+    assert (tmp_path / "report" / "report.html").read_text().count("<svg") >= 4
 
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), KeyboardInterrupt()], ids=["error", "interrupt"])

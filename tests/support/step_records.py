@@ -85,6 +85,14 @@ def made_report(**changes: Any) -> RunReport:
             "wear/written_tb": 0.002,
             "wear/drive_life_days": 4000.0,
         },
+        "rows": tuple(
+            {
+                "step": float(step),
+                "memory/activations_resident_peak_gib": 0.2,
+                "memory/activations_saved_peak_gib": 0.3,
+            }
+            for step in range(4)
+        ),
         "records": (made_record(waits=()),),
     }
     return RunReport(**{**values, **changes})

@@ -1,0 +1,55 @@
+"""Keep what a report needs while the run goes on: rows of metrics and recorded steps, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_ssd.telemetry.step_record import StepRecord
+
+__all__ = ["RunLog"]
+
+_MAX_ROWS = 2000
+_MAX_RECORDS = 3
+_FIRST = 2
+
+
+class RunLog:
+    """Rows over the whole run, and the last few recorded steps.
+
+    Steps 2, 4, 8, 16 ... are recorded, and the last one: the first ones tell how a plan comes about, the last one
+    what came of it. What recording costs is a smaller and smaller share of the run.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, float]] = []
+        self._records: list[StepRecord] = []
+        self._every = 1
+        self._num_rows = 0
+
+    @staticmethod
+    def wants_record(step: int) -> bool:
+        """Whether this optimizer step (the first one is 1) is to be recorded."""
+        return step >= _FIRST and step & (step - 1) == 0
+
+    def add_row(self, step: int, row: Mapping[str, float]) -> None:
+        """Keep a row; of long runs every second, fourth, eighth one."""
+        if self._num_rows % self._every == 0:
+            self._rows.append({"step": float(step), **row})
+        self._num_rows += 1
+        if len(self._rows) > _MAX_ROWS:
+            self._rows = self._rows[::2]
+            self._every *= 2
+
+    def add_record(self, record: StepRecord) -> None:
+        """Keep a recorded step; the oldest goes."""
+        self._records = [*self._records, record][-_MAX_RECORDS:]
+
+    @property
+    def rows(self) -> tuple[dict[str, float], ...]:
+        """Rows with their ``step``, oldest first."""
+        return tuple(self._rows)
+
+    @property
+    def records(self) -> tuple[StepRecord, ...]:
+        """Recorded steps, oldest first."""
+        return tuple(self._records)
