@@ -1,4 +1,4 @@
-"""``lightning-ssd sweep-table``: all jobs of a Hydra sweep in one table and a CSV file."""
+"""``lightning-ssd sweep-table``: all jobs of a Hydra sweep in one table, a CSV file and a picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.table import Table
 
 from lightning_ssd.cli.output import CommandError, columns_table, console, reported_errors
 from lightning_ssd.common.formatting import format_sizes
-from lightning_ssd.reports.sweep import Job, read_sweep, sweep_csv
+from lightning_ssd.reports.drawing import save_png
+from lightning_ssd.reports.sweep import Job, read_sweep, sweep_chart, sweep_csv
 
 __all__ = ["sweep_table"]
 
@@ -23,7 +24,8 @@ def sweep_table(
 ) -> None:
     """Compare the jobs of a sweep: memory, time, bytes.
 
-    Prints a table, and writes sweep.csv. Jobs are known by the overrides that Hydra gave them.
+    Prints a table, and writes sweep.csv and sweep.png (time over peak). Jobs are known by the overrides that Hydra
+    gave them.
     """
     with reported_errors():
         jobs = read_sweep(directory)
@@ -32,9 +34,23 @@ def sweep_table(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "sweep.csv").write_text(sweep_csv(jobs), encoding="utf-8")
+            files = [folder / "sweep.csv", *_picture(jobs, folder / "sweep.png")]
         except OSError as error:
             raise CommandError(f"to write to {folder}", str(error), "name a directory with room in --out") from None
-        console().print(escape(str(folder / "sweep.csv")), soft_wrap=True)
+        for file in files:
+            console().print(escape(str(file)), soft_wrap=True)
+
+
+def _picture(jobs: list[Job], file: Path) -> list[Path]:
+    chart = sweep_chart(jobs)
+    if not chart.series:
+        return []
+    try:
+        save_png(chart, file)
+    except ImportError as error:
+        console(errors=True).print(f"no picture was drawn ({error}); pip install '.\\[report]' in the checkout")
+        return []
+    return [file]
 
 
 def _table(jobs: list[Job]) -> Table:

@@ -31,8 +31,8 @@ class Panel:
     title: str
     keys: tuple[str, ...]
     """Keys of the metrics' table, or of pictures."""
-    kind: Literal["line", "media", "scalar", "bar", "scatter"] = "line"
-    """A scalar, a bar and a point for each run have the last value."""
+    kind: Literal["line", "media", "scalar", "bar"] = "line"
+    """A scalar and a bar for each run have the last value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,6 @@ DASHBOARD = (
             Panel("Saved %", ("offload/saved_pct",), "scalar"),
             Panel("Saved %, by mode", ("offload/saved_pct",), "bar"),
             Panel("One step, by mode (s)", ("time/step_s",), "bar"),
-            Panel("One step (s) over saved activations in memory (GiB): lower left is better", (
-                "memory/activations_resident_peak_gib", "time/step_s"), "scatter"),
         ),
     ),
     Section(
@@ -145,7 +143,6 @@ def _drawn(section: Section) -> list[Any]:
         "media": lambda title, keys: parts.MediaBrowser(title=title, media_keys=keys),
         "scalar": lambda title, keys: parts.ScalarChart(title=title, metric=keys[0]),
         "bar": lambda title, keys: parts.BarPlot(title=title, metrics=keys),
-        "scatter": lambda title, keys: parts.ScatterPlot(title=title, x=keys[0], y=keys[1]),
     }
     return [kinds[panel.kind](panel.title, list(panel.keys)) for panel in section.panels]
 

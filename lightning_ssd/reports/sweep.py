@@ -5,19 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.reports.charts import Chart, trade_off
 from lightning_ssd.reports.run_report import JSON_NAME, RunReport, load_report
 
-__all__ = ["Job", "read_sweep", "sweep_csv"]
+__all__ = ["Job", "read_sweep", "sweep_chart", "sweep_csv"]
 
 _GIB = 1 << 30
 _SUMMARY = "summary.json"
 _OVERRIDES = Path(".hydra", "overrides.yaml")
+_MODE = re.compile(r"[+]*([\w./]*[./])?(offload|activations)=")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +72,21 @@ def sweep_csv(jobs: Sequence[Job]) -> str:
     for job in jobs:
         writer.writerow([*(getattr(job, name) for name in names), " ".join(job.overrides)])
     return text.getvalue()
+
+
+def sweep_chart(jobs: Sequence[Job]) -> Chart:
+    """Return time over peak; jobs that tell only one of both are left out.
+
+    The way of offloading is the mode, known by the override that sets it; all other overrides together are the model.
+    """
+    points = []
+    for job in jobs:
+        if job.peak_bytes is not None and job.step_s is not None:
+            modes = [override for override in job.overrides if _MODE.match(override)]
+            model = ", ".join(override for override in job.overrides if override not in modes)
+            mode = ", ".join(modes) or (model and "as configured") or job.name
+            points.append((model, mode, job.peak_bytes / _GIB, job.step_s))
+    return trade_off(points)
 
 
 def _home(file: Path) -> Path:
