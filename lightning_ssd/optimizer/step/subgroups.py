@@ -2,35 +2,22 @@
 
 A *subgroup* is loaded, updated and written back as a whole; ``path_assignment.py`` assigns each to a path. As in
 MLP-Offload (arXiv 2509.02480, section on design principles), subgroups are the unit of placement, and the order of
-visits is reversed with each step. Unlike there, subgroups are even, instead of full ones and a rest.
-
-Arithmetic is exact (fractions), because bounds must hold, and processes with equal numbers have to decide alike.
+visits is reversed with each step.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from itertools import accumulate
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
-
-from lightning_ssd.errors import ConfigError
 
 __all__ = ["GRANULE", "ParameterSize", "Part", "make_subgroups", "visit_order"]
 
 GRANULE = 65_536
 """Cuts inside a parameter lie at multiples of this many elements, which aligns them for direct I/O and vector units."""
 
-_SNAP = Fraction(1, 16)
-"""Largest distance, as a part of the even share, at which a border between parameters is preferred to a cut inside one.
-A cut costs additional calls and transfers."""
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A range of one parameter, in elements of its flat form."""
 
     parameter: int
@@ -46,33 +33,21 @@ class Part:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterSize:
+class ParameterSize(NamedTuple):
     """The size of a parameter's state."""
 
     num_elements: int
-    bytes_per_element: float
+    bytes_per_element: int
     """Bytes of state per element, all tensors together: 12 for a master copy and two moments in float32."""
     sliceable: bool
     """Whether its elements may be updated in separate calls; false if an update needs a norm or a matrix."""
 
-    def __post_init__(self) -> None:
-        if self.num_elements < 0:
-            raise ConfigError(f"ParameterSize.num_elements={self.num_elements!r} is negative; give 0 or more")
-        nbytes = self.bytes_per_element
-        if not 0 <= nbytes < math.inf:
-            raise ConfigError(f"ParameterSize.bytes_per_element={nbytes!r} is no size; give 0 or more bytes")
 
-
-# -- cutting -----------------------------------------------------------------------------------------------------------
-
-
-def make_subgroups(sizes: Sequence[ParameterSize], max_bytes: int) -> tuple[tuple[Part, ...], ...]:
-    """Cut parameters, in their order, into the fewest subgroups of at most ``max_bytes``, all of about equal size.
+def make_subgroups(sizes: Sequence[ParameterSize], max_bytes: int) -> list[list[Part]]:
+    """Cut parameters, in their order, into the fewest subgroups of at most ``max_bytes``, none larger than need be.
 
     MLP-Offload's subgroups (arXiv 2509.02480, section on design principles) have a fixed number of elements. Here their
-    number is the smallest possible. Then cut ``k`` of ``n`` is placed near ``k / n`` of the bytes: at the border of a
-    parameter if one is near, else at a multiple of :data:`GRANULE` inside a sliceable parameter.
+    number is the smallest possible, and then their limit is: memory is taken by the largest one.
 
     Args:
         sizes: sizes of the parameters. A parameter without elements gets one empty part.
@@ -81,130 +56,34 @@ def make_subgroups(sizes: Sequence[ParameterSize], max_bytes: int) -> tuple[tupl
     Returns:
         The subgroups, with each element exactly once, in order; empty without parameters. A parameter that is not
         sliceable and larger than ``max_bytes`` is alone in its subgroup.
-
-    Raises:
-        ConfigError: if ``max_bytes`` is not above 0.
     """
-    if max_bytes <= 0:
-        raise ConfigError(f"make_subgroups(max_bytes={max_bytes!r}) leaves no room for states; give bytes above 0")
-    nbytes = [size.num_elements * Fraction(size.bytes_per_element) for size in sizes]
-    granules = (min(size.num_elements, GRANULE) * Fraction(size.bytes_per_element) for size in sizes if size.sliceable)
-    limit = max(Fraction(max_bytes), max(granules, default=Fraction(0)))
-    groups: list[tuple[Part, ...]] = []
-    first = 0
-    for index, size in enumerate(sizes):
-        if nbytes[index] > limit and not size.sliceable:
-            groups += _cut_run(sizes, first, index, limit)
-            groups.append((Part(index, 0, size.num_elements),))
-            first = index + 1
-    groups += _cut_run(sizes, first, len(sizes), limit)
-    return tuple(groups)
+    granules = (min(size.num_elements, GRANULE) * size.bytes_per_element for size in sizes if size.sliceable)
+    least = max(granules, default=0)
+    limits = range(least, max(max_bytes, least) + 1)
+    fewest = len(_filled(sizes, limits[-1]))
+    # The lower the limit, the more subgroups.
+    return _filled(sizes, limits[bisect_left(limits, -fewest, key=lambda limit: -len(_filled(sizes, limit)))])
 
 
-class _Cut(NamedTuple):
-    """A place between two elements. Cuts compare by position."""
-
-    at: Fraction
-    """Bytes from the beginning of the run to it."""
-    parameter: int
-    """Index of the parameter with the element after it; at the end of the run, one after the last parameter."""
-    element: int
-
-
-class _Run:
-    """Parameters ``first`` to ``stop`` as one sequence of bytes that may be cut at some places."""
-
-    def __init__(self, sizes: Sequence[ParameterSize], first: int, stop: int) -> None:
-        self.sizes, self.first = sizes, first
-        nbytes = (sizes[i].num_elements * Fraction(sizes[i].bytes_per_element) for i in range(first, stop))
-        self.borders = list(accumulate(nbytes, initial=Fraction(0)))
-        self.nbytes = self.borders[-1]
-
-    def _granule(self, cut: _Cut) -> Fraction:
-        return GRANULE * Fraction(self.sizes[cut.parameter].bytes_per_element)
-
-    def border(self, at: Fraction) -> _Cut:
-        """Return the last border of parameters at or before ``at``. Parameters without bytes there lie before it."""
-        index = bisect_right(self.borders, at) - 1
-        return _Cut(self.borders[index], self.first + index, 0)
-
-    def before(self, at: Fraction) -> _Cut:
-        """Return the last possible cut at or before ``at``."""
-        at = min(at, self.nbytes)
-        start = self.border(at)
-        if start.at == at or not self.sizes[start.parameter].sliceable:
-            return start
-        step = self._granule(start)
-        count = (at - start.at) // step
-        return _Cut(start.at + count * step, start.parameter, count * GRANULE)
-
-    def next_border(self, cut: _Cut) -> _Cut:
-        """Return the border of parameters after ``cut``."""
-        return self.border(self.borders[min(cut.parameter - self.first + 1, len(self.borders) - 1)])
-
-    def after(self, cut: _Cut) -> _Cut:
-        """Return the next possible cut after ``cut``."""
-        border = self.next_border(cut)
-        if cut.at == border.at or not self.sizes[cut.parameter].sliceable:
-            return border
-        inside = _Cut(cut.at + self._granule(cut), cut.parameter, cut.element + GRANULE)
-        return inside if inside.at < border.at else border
-
-    def from_(self, at: Fraction) -> _Cut:
-        """Return the first possible cut at or after ``at``."""
-        cut = self.before(max(at, Fraction(0)))
-        return cut if cut.at >= at else self.after(cut)
-
-
-def _cut_run(sizes: Sequence[ParameterSize], first: int, stop: int, limit: Fraction) -> Iterator[tuple[Part, ...]]:
-    """Yield the subgroups of a run of parameters, none of which is too large for a subgroup."""
-    if first == stop:
-        return
-    run = _Run(sizes, first, stop)
-    earliest = _earliest_cuts(run, limit)
-    count = len(earliest) - 1
-    last = _Cut(Fraction(0), first, 0)
-    for k in range(1, count + 1):
-        # After the earliest cut, the rest fits into the remaining subgroups. Their number is no smaller than needed, so
-        # that the earliest cut is also after the last one.
-        high = run.before(last.at + limit)
-        cut = _nearest(run, k * run.nbytes / count, earliest[k], high, run.nbytes / count * _SNAP)
-        yield _parts(sizes, last, cut if k < count else _Cut(run.nbytes, stop, 0))
-        last = cut
-
-
-def _earliest_cuts(run: _Run, limit: Fraction) -> list[_Cut]:
-    """Return cuts 0 to n if the fewest subgroups are filled from the end. Each is the earliest possible one."""
-    cuts = [run.before(run.nbytes)]
-    while cuts[-1].at > 0 or len(cuts) == 1:
-        cuts.append(run.from_(cuts[-1].at - limit))
-    return cuts[::-1]
-
-
-def _nearest(run: _Run, target: Fraction, low: _Cut, high: _Cut, snap: Fraction) -> _Cut:
-    """Return the best cut from ``low`` to ``high``: the nearest border within ``snap`` of ``target``, else any cut."""
-
-    def off(cut: _Cut) -> Fraction:
-        return abs(cut.at - target)
-
-    before = run.border(target)
-    borders = [cut for cut in (before, run.next_border(before)) if off(cut) <= snap and low.at <= cut.at <= high.at]
-    if borders:
-        return min(borders, key=off)
-    return min(max(min(run.before(target), run.from_(target), key=off), low), high)
-
-
-def _parts(sizes: Sequence[ParameterSize], start: _Cut, stop: _Cut) -> tuple[Part, ...]:
-    """Return the parts between two cuts."""
-    parts = []
-    for parameter in range(start.parameter, stop.parameter + (stop.element > 0)):
-        begin = start.element if parameter == start.parameter else 0
-        end = stop.element if parameter == stop.parameter else sizes[parameter].num_elements
-        parts.append(Part(parameter, begin, end))
-    return tuple(parts)
-
-
-# -- order -------------------------------------------------------------------------------------------------------------
+def _filled(sizes: Sequence[ParameterSize], limit: int) -> list[list[Part]]:
+    """Fill one subgroup after the other up to ``limit`` bytes, which is no less than any granule."""
+    groups: list[list[Part]] = []
+    room = -1
+    for index, (num_elements, nbytes, sliceable) in enumerate(sizes):
+        start, stop = 0, -1
+        while stop < num_elements:
+            stop = num_elements
+            if (stop - start) * nbytes > room:
+                num_fitting = room // (GRANULE * nbytes) * GRANULE if sliceable and room > 0 else 0
+                if not num_fitting and (not groups or groups[-1]):
+                    groups.append([])
+                    room, stop = limit, -1
+                    continue
+                stop = start + (num_fitting or num_elements)  # without a cut, it is alone in its subgroup
+            groups[-1].append(Part(index, start, stop))
+            room -= (stop - start) * nbytes
+            start = stop
+    return groups
 
 
 def visit_order(num: int, step: int, first: int = 0) -> list[int]:
