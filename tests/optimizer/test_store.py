@@ -259,7 +259,7 @@ def test_random_use_is_as_a_dictionary(num_slots: int, drive: Drive, tmp_path: P
                 case 4 if (copy := store.hold(index)) is not None and isinstance(copy, StoredCopy):
                     held.append(copy)
                 case 5 if held:
-                    store.release([held.pop(draw(len(held)))])
+                    store.release_with(CopyPin(), [held.pop(draw(len(held)))])
                 case 6 if step % 5 == 0:
                     store.forget(index)
                     expected.pop(index, None)
@@ -267,7 +267,7 @@ def test_random_use_is_as_a_dictionary(num_slots: int, drive: Drive, tmp_path: P
                 assert store.slots.lent_bytes <= store.num_slots * NBYTES
 
         within_patience(act)
-        store.release(held)
+        store.release_with(CopyPin(), held)
         store.wait_for_writes()  # one of them may be about to fail
         drive.fail_write = None
         store.flush()

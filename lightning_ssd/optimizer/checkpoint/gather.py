@@ -14,16 +14,12 @@ import torch
 from lightning_ssd.common.dtensor import is_shard, local_of, spec_of, wrap
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.status_line import StatusLine
-from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.file_mapping import FileView
-from lightning_ssd.optimizer.store.buffers import BufferPool
 from lightning_ssd.optimizer.store.entry import CopyPin, StoredCopy
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.optimizer.store.store import StateStore
-from lightning_ssd.tiers.base import StoredBytes
 from lightning_ssd.tiers.copy_paths import storage_bytes
-from lightning_ssd.tiers.ssd import SsdTier
 
 __all__ = ["TensorSpool", "full_nbytes", "full_states"]
 
@@ -69,58 +65,29 @@ def _whole(value: Any, put: Put | None) -> Any:
     return whole if put is None else put(whole)
 
 
-class _SpooledWrite:
-    """The write of one tensor; the owner that its tier calls.
-
-    Args:
-        tier: the tier that is written to.
-        storage: the bytes to write.
-        held: list to which the stored copy is added.
-    """
-
-    def __init__(self, tier: SsdTier, storage: torch.UntypedStorage, held: list[StoredCopy]) -> None:
-        self._tier, self._storage, self._held = tier, storage, held
-        self.result: StoredCopy | BaseException | None = None
-        self.ended = Latch()
-
-    def write_begins(self) -> torch.UntypedStorage:
-        return self._storage
-
-    def is_wanted(self) -> bool:
-        return True
-
-    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
-        if stored is not None:
-            # Here, because a KeyboardInterrupt may have ended the wait of the training thread.
-            self.result = StoredCopy(self._tier, stored)
-            self._held.append(self.result)
-        else:
-            self.result = error
-        self.ended.open()
-
-
 class TensorSpool:
     """Writes tensors beside the states of an optimizer, and returns them as mapped memory, which is read on access.
 
-    It needs one buffer as large as the largest tensor. The space in the files is free again, for the next collection,
-    when the last of the tensors is dropped.
+    It is a store of subgroups with one slot, in which each tensor is a subgroup. The space in the files is free again,
+    for the next collection, when the last of the tensors is dropped.
 
     If the drives have no room, tensors stay in memory. An error would make the other processes wait for ever.
 
     Args:
         files: the drives.
-        store: gives space back.
+        store: the store of the optimizer's states; it gives space back.
         nbytes: space to reserve in addition to that of the states.
     """
 
     def __init__(self, files: StateFiles, store: StateStore, nbytes: int) -> None:
         self._files = files
-        self._slots = BufferPool(files.device)
+        self._store = StateStore(
+            files.tiers, device=files.device, num_slots=1, copies=files.copies, block_bytes=files.block_bytes
+        )
         self._held: list[StoredCopy] = []
         self._hold = CopyPin()
         store.release_with(self._hold, self._held)
         store.settle()  # give back the space of earlier collections
-        self._turn = 0
         self._refusal: Exception | None = None
         self._refused_bytes = 0
         try:
@@ -133,14 +100,15 @@ class TensorSpool:
 
         A tensor that is smaller than a block of a file stays in memory.
         """
-        if tensor.numel() * tensor.element_size() < self._files.block_bytes:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes < self._files.block_bytes:
             return tensor.to("cpu", copy=True)
         if self._refusal is None:
             try:
-                return self._put(tensor)
+                return self._put(tensor, nbytes)
             except (StorageError, OffloaderClosedError) as error:
                 self._refusal = error
-        self._refused_bytes += tensor.numel() * tensor.element_size()
+        self._refused_bytes += nbytes
         return tensor.to("cpu", copy=True)
 
     def take_warning(self) -> str | None:
@@ -150,34 +118,19 @@ class TensorSpool:
             return None
         return f"{nbytes:,} bytes of full optimizer states are in memory, because no drive takes them: {self._refusal}"
 
-    def _put(self, tensor: torch.Tensor) -> torch.Tensor:
-        nbytes, block = tensor.numel() * tensor.element_size(), self._files.block_bytes
-        storage = self._slots.take(round_up(nbytes, block))
+    def _put(self, tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+        index = len(self._store)
+        self._store.add([index % len(self._files.tiers)])
+        storage = self._store.allocate(round_up(nbytes, self._files.block_bytes))
         room = storage_bytes(storage, 0, nbytes).view(tensor.dtype).view(tensor.shape)
         room.copy_(tensor)
-        copy = self._write(storage)
-        # Not after an error that interrupts the wait: a worker may still read the memory.
-        self._slots.give_back(storage)
+        self._store.give(index, storage, is_dirty=True, keep=False)
+        self._store.wait_for_writes()
+        copy = self._store.hold(index)
+        if not isinstance(copy, StoredCopy):
+            raise StorageError(self._store.write_error or "a collected tensor was not written")
+        self._held.append(copy)
+        self._store.forget(index)
         view = FileView(copy.stored.body_nbytes, keeps=self._hold)
         copy.show(view, 0, 0, copy.stored.body_nbytes)
         return view.tensor(0, tensor.dtype, tuple(room.shape), room.stride())
-
-    def _write(self, storage: torch.UntypedStorage) -> StoredCopy:
-        """Write to the next directory in turn, or to the first one after it that does not refuse."""
-        tiers = self._files.tiers
-        first, self._turn = self._turn, self._turn + 1
-        refused: BaseException | None = None
-        for number in range(len(tiers)):
-            written = self._write_to(tiers[(first + number) % len(tiers)], storage)
-            if isinstance(written, StoredCopy):
-                return written
-            refused = refused or written
-        if isinstance(refused, StorageError):
-            raise refused
-        raise StorageError(f"no drive takes a collected tensor: {refused}") from refused
-
-    def _write_to(self, tier: SsdTier, storage: torch.UntypedStorage) -> StoredCopy | BaseException | None:
-        write = _SpooledWrite(tier, storage, self._held)
-        tier.write(write, storage.nbytes(), self._files.copies.mark(), label="a collected state")
-        write.ended.wait()
-        return write.result

@@ -25,7 +25,6 @@ __all__ = [
     "Residency",
     "StoredCopy",
     "SubgroupEntry",
-    "WriteFailures",
     "copied",
 ]
 
@@ -112,8 +111,8 @@ class SubgroupEntry:
     """Error of its last read, until it is raised."""
     writer: WriteOwner | None = None
     """Owner of the write under way."""
-    tried: set[int] = field(default_factory=set)
-    """Paths that the write under way has tried."""
+    targets: list[Any] = field(default_factory=list)
+    """Tiers that the write under way has not tried yet, in order."""
 
     def take_error(self) -> BaseException | None:
         """Return the error of its last read, once."""
@@ -155,35 +154,3 @@ class DeferredReleases:
                 copies.pop().release()
             self._watched.pop(self._dead[0], None)
             self._dead.popleft()  # last, so that the next call completes an interrupted one
-
-
-class WriteFailures:
-    """Counts the subgroups that stay in memory because they cannot be written. Its owner locks."""
-
-    def __init__(self) -> None:
-        self.num_stuck = 0
-        """Slots in addition to the limit, one for each such subgroup. Without them training would wait for ever."""
-        self.last_error: str | None = None
-        self._warning: str | None = None
-
-    def note(self, home: SubgroupEntry, error: BaseException | None, *, quietly: bool) -> None:
-        """Note that a subgroup stays in memory; ``quietly``: without a warning."""
-        self.num_stuck += not home.is_stuck
-        home.is_stuck = True
-        if self.last_error is None and not quietly:
-            self._warning = (
-                f"optimizer states could not be written and stay in memory, exact as before: {error}. Free space on "
-                "the drive, or name another directory in HardwareProfile.paths"
-            )
-        self.last_error = str(error) or repr(error)  # not the error, whose frames hold the bytes of the write
-
-    def is_written(self, home: SubgroupEntry) -> None:
-        """Note that a subgroup's copy is as new as its memory."""
-        home.is_dirty = False
-        self.num_stuck -= home.is_stuck
-        home.is_stuck = False
-
-    def take_warning(self) -> str | None:
-        """Return the warning about failed writes, once; ``None``: there is none."""
-        warning, self._warning = self._warning, None
-        return warning

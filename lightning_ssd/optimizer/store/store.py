@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from lightning_ssd.optimizer.store.entry import (
     Residency,
     StoredCopy,
     SubgroupEntry,
-    WriteFailures,
     copied,
 )
 from lightning_ssd.tiers.base import StoredBytes
@@ -38,32 +38,23 @@ from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
 __all__ = ["StateStore"]
 
 
-class _PendingWrite:
-    """One write of a subgroup; the owner that its tier calls."""
+class _Move:
+    """One write or read of a subgroup; the owner that its tier calls."""
 
-    __slots__ = ("_storage", "_store", "index", "tier")
+    __slots__ = ("_store", "index", "storage", "tier")
 
     def __init__(self, store: StateStore, index: int, tier: SsdTier | HostTier, storage: torch.UntypedStorage) -> None:
-        self._store, self._storage = store, storage
-        self.index, self.tier = index, tier
+        self._store = store
+        self.index, self.tier, self.storage = index, tier, storage
 
     def write_begins(self) -> torch.UntypedStorage | None:
-        return self._storage if self._store._is_wanted(self) else None
+        return self.storage if self._store._is_wanted(self) else None
 
     def is_wanted(self) -> bool:
         return True
 
     def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
         self._store._written(self, stored, error)
-
-
-class _PendingRead:
-    """One read of a subgroup into memory that was taken for it; the owner that its tier calls."""
-
-    __slots__ = ("_store", "index", "into")
-
-    def __init__(self, store: StateStore, index: int, into: torch.UntypedStorage) -> None:
-        self._store, self.index, self.into = store, index, into
 
     def read_ended(
         self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
@@ -109,7 +100,10 @@ class StateStore:
         self._queue: deque[int] = deque()
         self._num_allowed = num_slots
         self._num_awaited = 0
-        self._failures = WriteFailures()
+        self._num_stuck = 0
+        self._warning: str | None = None
+        self.write_error: str | None = None
+        """The last error of a write that no directory has taken."""
         self._allocated: torch.UntypedStorage | None = None
         self._returned = DeferredReleases()
         self._is_closed = False
@@ -119,7 +113,7 @@ class StateStore:
     @property
     def num_slots(self) -> int:
         """Present limit of slots."""
-        return self._num_allowed + self._failures.num_stuck
+        return self._num_allowed + self._num_stuck
 
     def add_slots(self, num: int) -> None:
         """Raise the limit of slots by ``num``. If it is lowered, subgroups are evicted when memory is needed."""
@@ -273,7 +267,7 @@ class StateStore:
                 new[0].contents = new[1]
             self._free_allocated()
             if storage is None:
-                self._failures.is_written(home)
+                self._mark_clean(home)
                 home.replace_copy(None)
             home.where = Residency.AWAY if storage is None else Residency.HERE
             if storage is not None and keep:
@@ -309,9 +303,7 @@ class StateStore:
             for home in self._homes:
                 home.is_wanted = False
             if any(home.is_dirty for home in self._homes):
-                raise StorageError(
-                    f"optimizer states could not be written, and stay in memory: {self._failures.last_error}"
-                )
+                raise StorageError(f"optimizer states could not be written, and stay in memory: {self.write_error}")
 
     def _empty_cache(self, line: StatusLine) -> None:
         """Write the subgroups that are in the cache in host memory to their drives, each through a slot."""
@@ -328,81 +320,88 @@ class StateStore:
         self._until(lambda: not any(home.where is Residency.WRITING for home in self._homes), line)
 
     def _let_go(self, index: int, *, to_drive: bool = False) -> None:
+        """Write a subgroup to host memory while there is room, else to its own directory or another; or drop it."""
         home = self._homes[index]
         if not home.is_dirty:
             self._drop(home)
             return
+        home.targets = sorted(self.tiers, key=lambda tier: tier is not self.tiers[home.path])
+        if self._host is not None and not to_drive:
+            home.targets.insert(0, self._host)
+            if home.copy is not None and home.copy.is_cached:
+                home.replace_copy(None)  # free its room for the write: memory is newer, and stays until the write ends
         home.where = Residency.WRITING
         try:
-            self._write(index, to_drive=to_drive)
+            self._write_next(index)
         except BaseException:  # an interrupt may come when the write is queued: without a writer it is not wanted
             home.where, home.writer = Residency.HERE, None
             raise
 
-    def _write(self, index: int, *, to_drive: bool) -> None:
-        """Write a subgroup to host memory while there is room, else to its own directory."""
+    def _write_next(self, index: int) -> bool:
+        """Queue a write of a subgroup to the next tier that has room; return whether there was one."""
         home = self._homes[index]
-        if self._host is not None and not to_drive:
-            if home.copy is not None and home.copy.is_cached:
-                home.replace_copy(None)  # free its room for the write: memory is newer, and stays until the write ends
-            home.tried = set()
-            if self._submit(index, self._host):
-                return
-        home.tried = {home.path}
-        self._submit(index, self.tiers[home.path])
+        while home.targets:
+            tier = home.targets.pop(0)
+            if home.storage is None:
+                raise RuntimeError("a subgroup without memory was to be written")
+            if tier in self.tiers:
+                home.path = self.tiers.index(tier)
+            # An earlier write may be in the queue though its call was interrupted. It is no longer the entry's writer.
+            write = home.writer = _Move(self, index, tier, home.storage)
+            mark = home.used or self._copies.mark()
+            if tier.write(write, home.storage.nbytes(), mark, label=f"optimizer states of subgroup {index}"):
+                return True
+        return False
 
-    def _write_elsewhere(self, index: int) -> bool:
-        """Write a subgroup to a directory that has not refused it yet; return whether there is one."""
-        home = self._homes[index]
-        nearest_first = sorted(range(len(self.tiers)), key=lambda path: path != home.path)
-        other = next((path for path in nearest_first if path not in home.tried), None)
-        if other is None:
-            return False
-        home.path = other
-        home.tried.add(other)
-        try:
-            self._submit(index, self.tiers[other])
-        except OffloaderClosedError:  # this tier has closed before the one that refused
-            return False
-        return True
-
-    def _submit(self, index: int, tier: SsdTier | HostTier) -> bool:
-        """Queue a write of a subgroup; return whether the tier has room."""
-        home = self._homes[index]
-        if home.storage is None:
-            raise RuntimeError("a subgroup without memory was to be written")
-        # An earlier write may be in the queue though its call was interrupted. It is no longer the entry's writer.
-        write = home.writer = _PendingWrite(self, index, tier, home.storage)
-        mark = home.used or self._copies.mark()
-        return tier.write(write, home.storage.nbytes(), mark, label=f"optimizer states of subgroup {index}")
-
-    def _is_wanted(self, write: _PendingWrite) -> bool:
+    def _is_wanted(self, write: _Move) -> bool:
         with self._lock:
             return self._homes[write.index].writer is write
 
-    def _written(self, write: _PendingWrite, stored: StoredBytes | None, error: BaseException | None) -> None:
+    def _written(self, write: _Move, stored: StoredBytes | None, error: BaseException | None) -> None:
         with self._lock:
             home = self._homes[write.index]
             if home.writer is write:
                 home.writer = None  # or it would hold the memory of a device until the next write
             if stored is not None:
                 home.replace_copy(StoredCopy(write.tier, stored))
-                self._failures.is_written(home)
+                self._mark_clean(home)
                 home.where = Residency.HERE
                 # A wanted subgroup stays in memory, so that it is taken at once. But if its earlier write failed, its
                 # buffer exceeded the slot limit, and is freed.
                 if not home.is_wanted or self.slots.num_lent > self.num_slots:
                     self._drop(home)
-            elif self._is_closed or not self._write_elsewhere(write.index):
-                home.where = Residency.HERE
-                self._failures.note(home, error, quietly=self._is_closed)
+            else:
+                is_queued = False
+                with suppress(OffloaderClosedError):  # the next tier has closed before the one that refused
+                    is_queued = not self._is_closed and self._write_next(write.index)
+                if not is_queued:
+                    home.where = Residency.HERE
+                    self._mark_stuck(home, error)
             self._changed.tell()
             self._pump()
 
     def take_warning(self) -> str | None:
         """Return the warning about failed writes, once; ``None``: there is none."""
         with self._lock:
-            return self._failures.take_warning()
+            warning, self._warning = self._warning, None
+            return warning
+
+    def _mark_clean(self, home: SubgroupEntry) -> None:
+        """Note that a subgroup's copy is as new as its memory."""
+        home.is_dirty = False
+        self._num_stuck -= home.is_stuck
+        home.is_stuck = False
+
+    def _mark_stuck(self, home: SubgroupEntry, error: BaseException | None) -> None:
+        """Note that a subgroup stays in memory. Without one more slot for it training would wait for ever."""
+        self._num_stuck += not home.is_stuck
+        home.is_stuck = True
+        if self.write_error is None and not self._is_closed:
+            self._warning = (
+                f"optimizer states could not be written and stay in memory, exact as before: {error}. Free space on "
+                "the drive, or name another directory in HardwareProfile.paths"
+            )
+        self.write_error = str(error) or repr(error)  # not the error, whose frames hold the bytes of the write
 
     def _drop(self, home: SubgroupEntry) -> None:
         if home.mark is not None:
@@ -432,7 +431,7 @@ class StateStore:
         try:
             home.storage = storage = self.slots.take(copy.stored.body_nbytes)
             home.where = Residency.READING
-            owner, mark = _PendingRead(self, index, storage), self._copies.mark()
+            owner, mark = _Move(self, index, copy.tier, storage), self._copies.mark()
             copy.tier.read(owner, copy.stored, self._device, urgent=False, into=storage, after=mark)
         except Exception as error:
             # A speculative read that runs out of memory is dropped. It is requested again when it is needed.
@@ -469,15 +468,15 @@ class StateStore:
 
     def _came_up(
         self,
-        read: _PendingRead,
+        read: _Move,
         storage: torch.UntypedStorage | None,
         mark: StreamEvent | None,
         error: BaseException | None,
     ) -> None:
         with self._lock:
             home = self._homes[read.index]
-            if home.storage is not read.into:
-                self._free(read.into)  # an interrupt came when the read was queued, and the entry does not use it
+            if home.storage is not read.storage:
+                self._free(read.storage)  # an interrupt came when the read was queued, and the entry does not use it
             elif storage is None:
                 self._not_read(home, error or StorageError("a read ended with neither bytes nor an error"))
             else:
@@ -492,7 +491,7 @@ class StateStore:
             self._queue.clear()
         self._until(lambda: home.where not in (Residency.READING, Residency.WRITING))
         with self._lock:
-            self._failures.is_written(home)
+            self._mark_clean(home)
             self._drop(home)
             home.replace_copy(None)
             home.error, home.is_wanted = None, False
@@ -501,7 +500,7 @@ class StateStore:
     # -- copies --------------------------------------------------------------------------------------------------
 
     def hold(self, index: int) -> StoredCopy | torch.UntypedStorage | None:
-        """Hold the stored copy until :meth:`release`, and return it; if memory is newer, return a copy of that."""
+        """Hold the stored copy until it is released, and return it; if memory is newer, return a copy of that."""
         with self._lock:
             self._returned.give_back()
             home = self._homes[index]
@@ -512,17 +511,8 @@ class StateStore:
                 home.copy.num_holders += 1
             return home.copy
 
-    def release(self, copies: Iterable[StoredCopy]) -> None:
-        """Release held copies."""
-        with self._lock:
-            for copy in copies:
-                copy.release()
-
     def release_with(self, hold: CopyPin, copies: list[StoredCopy]) -> None:
-        """Release the copies in a list after ``hold`` has died, with the next move or :meth:`settle`.
-
-        The caller may add to the list.
-        """
+        """Release the copies in a list, to which the caller may add, after ``hold`` has died: with the next move."""
         with self._lock:
             self._returned.watch(hold, copies)
 
