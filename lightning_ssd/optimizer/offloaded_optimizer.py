@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,19 +22,19 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.common.compiler import compiler_is_at_work
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
-from lightning_ssd.optimizer.checkpoint.gather import full_nbytes, full_states
-from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
+from lightning_ssd.optimizer.checkpoint.gather import TensorSpool, full_nbytes, full_states
+from lightning_ssd.optimizer.checkpoint.loading import load_states
 from lightning_ssd.optimizer.checkpoint.state_dict import saved_states
 from lightning_ssd.optimizer.live_states import LiveStates
-from lightning_ssd.optimizer.paged_states import PagedStates, Updating, Visit
+from lightning_ssd.optimizer.paged_states import PagedStates, Updating
 from lightning_ssd.optimizer.step.contract import (
     is_known,
-    leads_to_optimizer,
     refuse_by_kind,
     refuse_differentiable,
     refuse_own_step,
     refuse_undeclared,
 )
+from lightning_ssd.optimizer.step.copies import copied
 from lightning_ssd.optimizer.step.rehearsal import rehearse
 from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
 from lightning_ssd.optimizer.step.types import WITHIN_STEP, State
@@ -49,8 +49,6 @@ NO_OPTIMIZER = (
     "optimizer = offloader.offload_optimizer(optimizer) before the first step, and use what it returns"
 )
 """Warning for a program that offloads no optimizer, or steps the optimizer that it passed to ``offload_optimizer``."""
-_OF_WRAPPER = ("inner", "grad_scale", "found_inf")
-"""Attributes of the wrapper's instance. ``GradScaler`` sets the last two, and a step passes them to the optimizer."""
 
 
 class OffloadedOptimizer(Optimizer):
@@ -105,26 +103,22 @@ class OffloadedOptimizer(Optimizer):
         self._num_steps = 0
         self._step_s = 0.0
         self._pid = os.getpid()
-        self._is_closed = False
+        self._is_closed = self._is_handed_back = False
         self._stepping_thread: int | None = None
         self._broken: str | None = None
-        self._last: Snapshot | None = None
         self._last_stats: OptimizerStats | None = None
-        self._states.register(self.param_groups)
         try:
             self._look_for_others()
+            self._states.register(self.param_groups)
             self._live.settle()
         except BaseException:
             if vars(self.inner)["state"] is self._live:  # else the states have not been taken over
                 self.inner.state = self._live.copy()
             raise
-        self._refusal = self._refuse_asking_inner()
-
-    def _refuse_asking_inner(self) -> RemovableHandle | None:
-        """Make the inner ``state_dict()`` raise during a step, when the inner optimizer has only some of its states."""
-        if "_optimizer_state_dict_pre_hooks" not in vars(self.inner):
-            return None  # it was made without Optimizer.__init__, so that its state_dict() raises anyway
-        return self.inner.register_state_dict_pre_hook(lambda _: self._check_between_steps("state_dict()"))
+        # During a step the inner optimizer has only some of its states.
+        self._refusal: RemovableHandle | None = None
+        if "_optimizer_state_dict_pre_hooks" in vars(self.inner):  # else its state_dict() raises anyway
+            self._refusal = self.inner.register_state_dict_pre_hook(lambda _: self._check_between_steps("state_dict()"))
 
     # -- the user's optimizer ------------------------------------------------------------------------------------
 
@@ -185,21 +179,20 @@ class OffloadedOptimizer(Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The inner optimizer's step reads its own attributes.
-        if self._keeps(name) or (leads_to_optimizer(value) and not _has(self.inner, name)):
+        if self._keeps(name):
             super().__setattr__(name, value)
         else:
             setattr(self.inner, name, value)
-            vars(self).pop(name, None)  # an earlier value may have been kept here
 
     def __delattr__(self, name: str) -> None:
-        if self._keeps(name) or name in vars(self):
+        if self._keeps(name):
             super().__delattr__(name)
         else:
             delattr(self.inner, name)
 
     def _keeps(self, name: str) -> bool:
         """Return whether an attribute belongs to the wrapper, or a framework sets it there for the wrapper to read."""
-        return name.startswith("_") or name in _OF_WRAPPER or hasattr(type(self), name)
+        return name.startswith("_") or name == "inner" or hasattr(type(self), name)
 
     def __repr__(self) -> str:
         return f"OffloadedOptimizer({self.inner!r})"
@@ -250,34 +243,33 @@ class OffloadedOptimizer(Optimizer):
         own, thread = vars(self), threading.get_ident()
         try:
             own["_stepping_thread"] = thread
-            return self._visit_all(closure, loss)
-        finally:
-            own["_stepping_thread"] = None  # without a call, at which an interrupt could come
-
-    def _visit_all(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
-        self._prepare()
-        whole = None
-        if not self._states.is_known:
-            whole = WholeStep(self.inner, None if closure is None else lambda: loss, self._states.shared)
-        with self._live.in_step():
+            self._prepare()
+            whole = None
+            if not self._states.is_known:
+                whole = WholeStep(self.inner, None if closure is None else lambda: loss, self._states.shared)
             visits = self._states.plan_visits(self.param_groups, self._num_steps)
             begin_s = time.perf_counter()
             try:
-                self._update(visits, whole)
+                self._live.is_in_step = True
+                self._states.update(visits, whole, self.param_groups)
                 if whole is not None:
                     whole.apply()
                     self._states.lent.update(whole.shared)
+                self._live.note_keys(p for group in self.param_groups for p in group["params"])
             except BaseException as error:
                 self._broken = f"{type(error).__name__}: {error}"
                 raise
-        self._live.note_order(p for group in self.param_groups for p in group["params"])
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers check the order of calls by it
-        self._num_steps += 1
-        self._step_s += time.perf_counter() - begin_s
-        self._states.rebalance()
-        for warning in self._states.take_warnings():
-            warnings.warn(warning, stacklevel=4)  # the caller of step(), above its hooks
-        return loss if whole is None else whole.result(loss)
+            finally:
+                self._live.is_in_step = False
+            self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers check the order of calls by it
+            self._num_steps += 1
+            self._step_s += time.perf_counter() - begin_s
+            self._states.rebalance()
+            if (warning := self._states.store.take_warning()) is not None:
+                warnings.warn(warning, stacklevel=3)  # the caller of step(), above its hooks
+            return loss if whole is None else whole.result
+        finally:
+            own["_stepping_thread"] = None  # without a call, at which an interrupt could come
 
     def _prepare(self) -> None:
         """Before a step, check the optimizer, and take over new groups and states that the program has set."""
@@ -300,29 +292,6 @@ class OffloadedOptimizer(Optimizer):
             self._live.take_over(states)
             self.state = self._live  # not before: an interrupt in between would lose the states
 
-    def _update(self, visits: Sequence[Visit], whole: WholeStep | None) -> None:
-        """Update all subgroups, with the attributes of ``GradScaler`` set on the inner optimizer.
-
-        Fused optimizers unscale gradients themselves, by two attributes. ``GradScaler`` sets these on the wrapper.
-        """
-        own, told = vars(self.inner), vars(self)
-        try:
-            if "grad_scale" in told:
-                own["grad_scale"] = told["grad_scale"]
-            if "found_inf" in told:
-                own["found_inf"] = told["found_inf"]
-            self._states.update(visits, whole)
-            if whole is not None:
-                # A plain step may also count steps in the options of a group without gradients.
-                idle = set(range(len(self.param_groups))).difference(*(visit.groups for visit in visits))
-                self._inner_step.run_idle(idle, whole)
-        finally:
-            # Without a call, at which an interrupt could come.
-            if "grad_scale" in told and "grad_scale" in own:
-                del own["grad_scale"]
-            if "found_inf" in told and "found_inf" in own:
-                del own["found_inf"]
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise OffloaderClosedError("this optimizer's files are closed; load its state_dict() into another one")
@@ -344,15 +313,6 @@ class OffloadedOptimizer(Optimizer):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def _snapshot(self) -> Snapshot:
-        if self._last is not None:
-            self._look_for_others()
-            return self._last
-        self._check_open()
-        self._look_for_others()
-        self._live.settle()
-        return self._states.snapshot()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state dictionary of the inner optimizer, which that optimizer can load.
 
@@ -364,7 +324,22 @@ class OffloadedOptimizer(Optimizer):
             StorageError: states in memory that are newer than the drive's copy cannot be written.
         """
         self._check_whole("state_dict()")
-        return saved_states(self.inner, self._inner_step, lambda: self._live.saved(self._snapshot()))
+        if self._is_handed_back:
+            self._look_for_others()
+            return saved_states(self.inner, self._inner_step, lambda: dict(self._live))
+        self._check_open()
+        return saved_states(self.inner, self._inner_step, self._saved)
+
+    def _saved(self) -> dict[Any, State]:
+        """Return all states, those on a drive as mapped memory; :func:`copied` says which objects are not copied."""
+        self._look_for_others()
+        self._live.settle()
+        snapshot, lent = self._states.snapshot(), self._states.lent
+        memo: dict[int, Any] = {}  # one for all, so that tensors that share memory still do
+        return {
+            key: copied(lent[key], memo) if key in lent else snapshot.state_of(key, lambda value: copied(value, memo))
+            for key in self._live
+        }
 
     def full_state_dict(self, *, receive: bool) -> dict[str, Any]:
         """Return :meth:`state_dict` with whole tensors in the place of shards. All processes call it together.
@@ -382,7 +357,7 @@ class OffloadedOptimizer(Optimizer):
         if not receive:
             full_states(parts["state"], None)
             return {}
-        spool = self._states.spool(full_nbytes(parts["state"]))
+        spool = TensorSpool(self._states.files, self._states.store, full_nbytes(parts["state"]))
         states = full_states(parts["state"], spool.put)
         if (warning := spool.take_warning()) is not None:
             warnings.warn(warning, stacklevel=2)
@@ -402,24 +377,20 @@ class OffloadedOptimizer(Optimizer):
         before, groups = self._broken, self.param_groups
         self._broken = "load_state_dict has not ended"
         try:
-            loaded = self._states.load(state_dict, self._replace, self._live.__setitem__)
+            states = self._states
+            load_states(
+                self.inner, state_dict, states.partition, self._live, states.replace, has_master=states.has_master
+            )
         except BaseException as error:
             # A load replaces the groups first. If they are the old ones, no state has changed.
             self._broken = before if self.inner.param_groups is groups else f"{type(error).__name__}: {error}"
             raise
         self._broken = None
-        self._live.put_in_order(loaded)
 
     @property
     def _loads_by_itself(self) -> bool:
         """Whether the inner optimizer's class has its own ``load_state_dict``, perhaps not parameter by parameter."""
-        return type(self.inner).load_state_dict is not Optimizer.load_state_dict and not self._states.has_masters
-
-    def _replace(self, index: int, states: Sequence[State]) -> None:
-        """Replace the states of a subgroup; for the first subgroup, drop all earlier states."""
-        if index == 0:
-            self._live.clear()
-        self._states.replace(index, states)
+        return type(self.inner).load_state_dict is not Optimizer.load_state_dict and not self._states.master_weights
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -433,7 +404,7 @@ class OffloadedOptimizer(Optimizer):
     def flush(self) -> None:
         """Write all states to their drives, and wait for it. Training never needs it."""
         if not self._is_closed:
-            self._states.flush()
+            self._states.store.flush()
 
     def close(self) -> None:
         """Close files and threads at the end of training. Idempotent.
@@ -448,10 +419,13 @@ class OffloadedOptimizer(Optimizer):
         if os.getpid() != self._pid:  # a fork: files and threads are the parent's
             self._is_closed = True
             return
-        failures: Mapping[Any, Exception] = {}
         try:
             if self._broken is None and self._stepping_thread is None:
-                failures = self._hand_back()
+                self._look_for_others()
+                with contextlib.suppress(StorageError):  # lent states stay in memory, and are handed back from there
+                    self._live.settle()
+                self._states.hand_back()
+                self._is_handed_back = True
         finally:
             self._is_closed = True
             try:
@@ -460,24 +434,9 @@ class OffloadedOptimizer(Optimizer):
                     self._refusal.remove()
             finally:
                 self._states.close()
-        if failures:
-            first = next(iter(failures.values()))
+        if self._states.lost:
+            first = next(iter(self._states.lost.values()))
             raise StorageError(
-                f"the optimizer states of {len(failures)} parameters were lost as their files were closed "
+                f"the optimizer states of {len(self._states.lost)} parameters were lost as their files were closed "
                 f"({type(first).__name__}: {first}); all others are in optimizer.state. Load a checkpoint"
             ) from first
-
-    def _hand_back(self) -> Mapping[Any, Exception]:
-        """Map all stored states into ``state``, where they outlive the files; return the failures, by parameter."""
-        self._look_for_others()
-        with contextlib.suppress(StorageError):  # lent states stay in memory, and are handed back from there
-            self._live.settle()
-        snapshot = self._states.snapshot()
-        failures = snapshot.map_all()
-        self._last = snapshot
-        self._live.keep(snapshot)
-        return failures
-
-
-def _has(optimizer: Optimizer, name: str) -> bool:
-    return name in vars(optimizer) or hasattr(type(optimizer), name)

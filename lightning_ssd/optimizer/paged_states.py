@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,12 @@ from lightning_ssd.common.profiling import spanned
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.tensors import Piece
 from lightning_ssd.errors import ConfigError, StorageError
-from lightning_ssd.optimizer.checkpoint.gather import TensorSpool
-from lightning_ssd.optimizer.checkpoint.loading import load_states
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
 from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own
-from lightning_ssd.optimizer.step.contract import OwnMemory, is_elementwise, is_known
+from lightning_ssd.optimizer.step.contract import is_elementwise, is_known, refuse_shared_memory
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
 from lightning_ssd.optimizer.step.layout import Layout, is_unchanged, moved_out, owned, settled
-from lightning_ssd.optimizer.step.master_weights import from_master, to_master
+from lightning_ssd.optimizer.step.master_weights import from_master, has_master, to_master
 from lightning_ssd.optimizer.step.partition import Contents, Partition, Subgroup
 from lightning_ssd.optimizer.step.path_assignment import assign_paths, half_duplex_rate, rebalance_paths
 from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
@@ -88,25 +87,29 @@ class PagedStates:
     ) -> None:
         self._updating = updating
         self._inner_step = inner_step
-        self._optimizer = optimizer
         self._events = events
-        self._files = files
+        self.files = files
+        """Files for the states."""
         self.lent: dict[Any, State] = {}
         """States that are in memory, by parameter. Their copies on drives are outdated. States that all parameters
         share are under keys that are no parameters."""
-        self._partition = Partition(0)
+        self.lost: dict[Any, Exception] = {}
+        """Errors of the states that could not be handed back when the files were closed, by parameter."""
+        self.partition = Partition(0)
+        """Which parameter's state is in which subgroup."""
         self.is_known = is_known(optimizer)
         """Whether this package knows that the optimizer updates each parameter by itself; else the user declared it."""
         self._is_elementwise = is_elementwise(optimizer)
+        self.master_weights = master_weights
+        """Whether half-precision parameters have float32 copies."""
         self._trials = UpdateProbe(
             inner_step,
             optimizer,
             is_elementwise=self._is_elementwise,
-            master_weights=master_weights,
-            state_of=self._known_state,
+            has_master=self.has_master,
+            state_of=self._state_of,
         )
-        self._partition.max_bytes = self._subgroup_bytes(optimizer.param_groups)
-        self._store = StateStore(
+        self.store = StateStore(
             files.tiers,
             device=files.device,
             num_slots=update_memory.NUM_SLOTS * len(files.tiers),
@@ -114,11 +117,12 @@ class PagedStates:
             block_bytes=files.block_bytes,
             host=files.host,
         )
+        """Where the subgroups are."""
         self._update_s = 0.0
         self._has_updated = False
-        self._slot_bytes = self._partition.max_bytes
+        self._slot_bytes = 0
         self._num_cached = 0
-        self._own_memory = OwnMemory()
+        self._memory: list[Any] = []
         self._rates: Sequence[float] = [half_duplex_rate(*pair) for pair in files.rates()]
 
     @property
@@ -126,15 +130,14 @@ class PagedStates:
         """States that all parameters share, under keys that are no parameters."""
         return {key: value for key, value in self.lent.items() if not isinstance(key, torch.Tensor)}
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether half-precision parameters have float32 copies."""
-        return self._trials.has_masters
+    def has_master(self, parameter: torch.Tensor) -> bool:
+        """Return whether the parameter gets a float32 copy."""
+        return self.master_weights and has_master(parameter)
 
     @property
     def device(self) -> torch.device:
         """Device on which states are updated."""
-        return self._files.device
+        return self.files.device
 
     def _subgroup_bytes(self, groups: Groups) -> int:
         nbytes: int = sum(
@@ -143,7 +146,7 @@ class PagedStates:
             for p in group["params"]
             if has_shape(p)
         )
-        return update_memory.subgroup_bytes(nbytes, len(self._files.tiers))
+        return update_memory.subgroup_bytes(nbytes, len(self.files.tiers))
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -154,29 +157,29 @@ class PagedStates:
             OutOfSpaceError: the directories have no room for their states.
         """
         numbers = _group_numbers(groups)
-        new = [p for group in groups for p in group["params"] if self._partition.number_of(p) is None and has_shape(p)]
+        new = [p for group in groups for p in group["params"] if self.partition.number_of(p) is None and has_shape(p)]
         self._retire(numbers)
         if new:
-            if not self._partition.subgroups:
-                self._partition.max_bytes = self._subgroup_bytes(groups)
-            self._partition.extend(
+            if not self.partition.subgroups:
+                self._slot_bytes = self.partition.max_bytes = self._subgroup_bytes(groups)
+            self.partition.extend(
                 new,
                 lambda p: self._trials.element_bytes(p, numbers[id(p)]),
                 lambda p: self._trials.may_slice(p, numbers[id(p)]),
-                lambda num: self._store.add(assign_paths(num, self._rates), len(self._partition.subgroups)),
+                lambda num: self.store.add(assign_paths(num, self._rates), len(self.partition.subgroups)),
             )
-            self._fit_cache(max(subgroup.expected_bytes for subgroup in self._partition.subgroups))
+            self._fit_cache(max(subgroup.expected_bytes for subgroup in self.partition.subgroups))
             self._reserve()
 
     def _retire(self, numbers: Mapping[int, int]) -> None:
         """Forget parameters that are no longer in the groups and have no state, and free their room on the drives."""
-        for number, parameter in enumerate(self._partition.parameters):
-            is_gone = self.num_parts(parameter) > 0 and id(parameter) not in numbers
+        for number, parameter in enumerate(self.partition.parameters):
+            is_gone = self.partition.number_of(parameter) is not None and id(parameter) not in numbers
             if is_gone and parameter not in self.lent and not self.is_stored(parameter):
-                self._partition.retire(number)
-        for index, subgroup in enumerate(self._partition.subgroups):
+                self.partition.retire(number)
+        for index, subgroup in enumerate(self.partition.subgroups):
             if not subgroup.expected_bytes and subgroup.layout is not None and not any(subgroup.templates):
-                self._store.forget(index)
+                self.store.forget(index)
                 subgroup.forget_layout()
 
     def _fit_cache(self, largest_bytes: int) -> None:
@@ -184,21 +187,21 @@ class PagedStates:
 
         There are never more slots than subgroups, so that other optimizers get the rest of the budget.
         """
-        share = self._files.share
+        share = self.files.share
         self._slot_bytes = max(self._slot_bytes, largest_bytes)
         if share is not None:
-            wanted = len(self._partition.subgroups) - update_memory.NUM_SLOTS * len(self._files.tiers)
+            wanted = len(self.partition.subgroups) - update_memory.NUM_SLOTS * len(self.files.tiers)
             num = share.fit(max(wanted, 0), self._slot_bytes)
-            self._store.add_slots(num - self._num_cached)
+            self.store.add_slots(num - self._num_cached)
             self._num_cached = num
 
     def _reserve(self) -> None:
         """Reserve disk space for all states, and for the writes of a step, which free the old extents afterwards."""
-        spare = self._store.num_slots * self._partition.max_bytes // len(self._files.tiers)
-        needs = [spare] * len(self._files.tiers)
-        for subgroup, path in zip(self._partition.subgroups, self._store.paths, strict=True):
+        spare = self.store.num_slots * self.partition.max_bytes // len(self.files.tiers)
+        needs = [spare] * len(self.files.tiers)
+        for subgroup, path in zip(self.partition.subgroups, self.store.paths, strict=True):
             needs[path] += subgroup.expected_bytes
-        self._files.reserve(needs)
+        self.files.reserve(needs)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -213,27 +216,30 @@ class PagedStates:
         numbers = _group_numbers(groups)
         visits = []
         # An optimizer that communicates with other processes has to visit its parameters in the same order as they do.
-        is_local = self._is_elementwise or not any(map(is_shard, self._partition.parameters))
+        is_local = self._is_elementwise or not any(map(is_shard, self.partition.parameters))
         # An even step visits parameters in their own order, wherever subgroups end.
-        place = (step, self._files.first) if is_local else (0, 0)
-        for index in visit_order(len(self._partition.subgroups), *place):
+        place = (step, self.files.first) if is_local else (0, 0)
+        for index in visit_order(len(self.partition.subgroups), *place):
             active = tuple(self._active(index, numbers))
             if active:
-                mine = (numbers[id(self._partition.parameters[part.parameter])] for _, part in active)
+                mine = (numbers[id(self.partition.parameters[part.parameter])] for _, part in active)
                 visits.append(Visit(index, active, tuple(mine)))
         if len(visits) > 1:
             active_ones = {part.parameter for visit in visits for _, part in visit.active}
-            self._own_memory.check([self._partition.parameters[number] for number in sorted(active_ones)])
+            memory = [self.partition.memory_of(number) for number in sorted(active_ones)]
+            if memory != self._memory:
+                refuse_shared_memory([spans for spans, _ in memory])
+                self._memory = memory
         return visits
 
     def _active(self, index: int, numbers: Mapping[int, int]) -> Iterator[tuple[int, Part]]:
-        for number, part in enumerate(self._partition.subgroups[index].parts):
-            parameter = self._partition.parameters[part.parameter]
-            if parameter in self.lent and self._partition.places[part.parameter][0] != (index, number):
+        for number, part in enumerate(self.partition.subgroups[index].parts):
+            parameter = self.partition.parameters[part.parameter]
+            if parameter in self.lent and self.partition.places[part.parameter][0] != (index, number):
                 continue  # the parameter is updated as a whole, with its first part
             if parameter.grad is not None and id(parameter) in numbers:
-                self._partition.check_cuttable(part)
-                if parameter not in self.lent and not self._partition.is_whole(part):
+                self.partition.check_cuttable(part)
+                if parameter not in self.lent and not self.partition.is_whole(part):
                     self._check_slices(parameter, numbers[id(parameter)])
                 yield number, part
 
@@ -246,84 +252,87 @@ class PagedStates:
                 "Nothing was updated: make the optimizer with this option before offload_optimizer(), or undo it"
             )
 
-    def update(self, visits: Sequence[Visit], whole: WholeStep | None) -> None:
+    def update(self, visits: Sequence[Visit], whole: WholeStep | None, groups: Groups) -> None:
         """Fetch, update and flush every subgroup of a step; the last ones stay in memory.
+
+        Args:
+            visits: the subgroups, in the order of the step.
+            whole: the step of a declared optimizer; ``None``: it is a known one.
+            groups: the optimizer's groups. A declared one gets those without a gradient in its first call.
 
         Raises:
             StorageError: states cannot be read.
             ConfigError: the optimizer turns out to couple its parameters.
         """
-        self._partition.align_gradients()
+        self.partition.align_gradients()
         order = [visit.index for visit in visits]
-        here = set(self._store.in_memory())
-        self._store.evict(here - set(order[: self._store.num_slots]))
-        self._store.prefetch(index for index in order if index not in here)
-        versions: Mapping[int, int] = _versions(self._partition.parameters) if whole is not None else {}
+        here = set(self.store.in_memory())
+        self.store.evict(here - set(order[: self.store.num_slots]))
+        self.store.prefetch(index for index in order if index not in here)
+        versions: Mapping[int, int] = _versions(self.partition.parameters) if whole is not None else {}
         doing = None if self._has_updated else "Laying out optimizer states, in the first step"
         given = [[self._piece(part) for _, part in visit.active] for visit in visits]
+        active = {group for visit in visits for group in visit.groups}
+        idle = {number: group["params"] for number, group in enumerate(groups) if whole and number not in active}
+        if whole is not None and not visits:
+            self._inner_step.run([], [], [], whole, idle=idle)
         with StatusLine(doing) as line:
             for position, visit in enumerate(line.over(visits, lambda visit: self._expected_bytes(visit.index))):
                 following = given[position + 1] if position + 1 < len(given) else ()
                 with self._updating(given[position], following):
-                    self._update(visit, whole, keep=position >= len(visits) - self._store.num_slots)
+                    self._update(visit, whole, idle, keep=position >= len(visits) - self.store.num_slots)
                     if whole is not None:
                         versions = self._check_others(versions, [piece.tensor for piece in given[position]])
+                idle = {}
         self._has_updated = True
 
     def _check_others(self, before: Mapping[int, int], given: Sequence[torch.Tensor]) -> Mapping[int, int]:
         """Raise if a call has edited a parameter that it was not given; return the versions of all parameters."""
-        after, mine = _versions(self._partition.parameters), set(map(id, given))
+        after, mine = _versions(self.partition.parameters), set(map(id, given))
         if any(version != before.get(key) and key not in mine for key, version in after.items()):
             raise CoupledError("this optimizer changes parameters that its step was not given")
         return after
 
     def _piece(self, part: Part) -> Piece:
         """Return the elements that the update of a part changes: the part, or its whole parameter."""
-        parameter = self._partition.parameters[part.parameter]
-        is_whole = parameter in self.lent or self._partition.is_whole(part)
+        parameter = self.partition.parameters[part.parameter]
+        is_whole = parameter in self.lent or self.partition.is_whole(part)
         return _all_of(parameter) if is_whole else Piece(parameter, part.start, part.stop)
 
     def _expected_bytes(self, index: int) -> int:
-        return self._partition.subgroups[index].expected_bytes
-
-    def _known_state(self, parameter: torch.Tensor) -> State:
-        """Return a parameter's state for a trial, without lending it, because a step may be planned already."""
-        if parameter in self.lent or self.is_stored(parameter):
-            return self._state_of(parameter)
-        state: State = self._optimizer.state.get(parameter, {})  # also for parameters that are new in the groups
-        return state
+        return self.partition.subgroups[index].expected_bytes
 
     def _state_of(self, parameter: torch.Tensor) -> State:
+        """Return a parameter's state for a trial, without lending it, because a step may be planned already."""
         if parameter in self.lent:
             return self.lent[parameter]
         return self.read(parameter) if self.is_stored(parameter) else {}
 
-    def _update(self, visit: Visit, whole_step: WholeStep | None, *, keep: bool) -> None:
+    def _update(
+        self, visit: Visit, whole: WholeStep | None, idle: Mapping[int, Sequence[torch.Tensor]], *, keep: bool
+    ) -> None:
         """Update one subgroup. Parameters with lent states are updated as a whole, with the lent states."""
-        partition = self._partition
-        whole = [partition.parameters[part.parameter] for _, part in visit.active]
-        is_lent = [parameter in self.lent for parameter in whole]
+        owners = [self.partition.parameters[part.parameter] for _, part in visit.active]
+        is_lent = [parameter in self.lent for parameter in owners]
         storage = None if all(is_lent) else self._taken(visit.index)
-        states = [] if all(is_lent) else _filled(partition.subgroups[visit.index], storage)
+        states = [] if all(is_lent) else _filled(self.partition.subgroups[visit.index], storage)
         begin_s = time.perf_counter()
-        pieces = [
-            p if lent else partition.slice_of(part)
-            for p, lent, (_, part) in zip(whole, is_lent, visit.active, strict=True)
-        ]
-        before = [
-            self.lent[p] if lent else states[number] or None
-            for p, lent, (number, _) in zip(whole, is_lent, visit.active, strict=True)
-        ]
-        after = self._run(pieces, visit.groups, before, whole_step, whole)
-        del before
+        each = list(zip(owners, is_lent, visit.active, strict=True))
+        pieces = [p if lent else self.partition.slice_of(part) for p, lent, (_, part) in each]
+        after = self._run(
+            pieces,
+            visit.groups,
+            [self.lent[p] if lent else states[number] or None for p, lent, (number, _) in each],
+            partial(self._inner_step.run, whole=whole, owners=owners, idle=idle),
+        )
         made = [state for state, lent in zip(after, is_lent, strict=True) if state and not lent]
-        if whole_step is not None and not are_own(made, whole):
+        if whole is not None and not are_own(made, owners):
             raise CoupledError(f"this optimizer's states {SHARE_MEMORY}")
-        for p, lent, (number, _) in zip(whole, is_lent, visit.active, strict=True):
+        for p, lent, (number, _) in each:
             state = after.pop(0)
             if lent:
                 self.lent[p] = {} if state is None else state
-            elif whole_step is None or state is None:
+            elif whole is None or state is None:
                 states[number] = state or {}
             else:
                 states[number] = settled(state, storage, self.device)
@@ -334,15 +343,10 @@ class PagedStates:
             self._settle(visit.index, states, storage, keep=keep)
 
     def _taken(self, index: int) -> torch.UntypedStorage | None:
-        asked_s, storage = time.perf_counter(), self._store.take(index)
+        asked_s, storage = time.perf_counter(), self.store.take(index)
         if self._events is not None and storage is not None:
             self._events.append(StallEvent(storage.nbytes(), asked_s, time.perf_counter()))
         return storage
-
-    def take_warnings(self) -> list[str]:
-        """Return the warning about states that could not be written, once."""
-        warning = self._store.take_warning()
-        return [] if warning is None else [warning]
 
     @spanned("lightning_ssd::update")
     def _run(
@@ -350,93 +354,86 @@ class PagedStates:
         pieces: Sequence[torch.Tensor],
         groups: Sequence[int],
         states: Sequence[State | None],
-        whole: WholeStep | None,
-        owners: Sequence[torch.Tensor],
+        run: Callable[..., list[State | None]],
     ) -> list[State | None]:
         """Let the optimizer update the pieces, or the float32 copies of those that have one."""
-        if not any(map(self._trials.has_master, pieces)):
-            return self._inner_step.run(pieces, groups, states, whole, owners=owners)
-        has_master = [self._trials.has_master(piece) for piece in pieces]
-        lifted = [
-            to_master(piece, state or {}) if lifts else (piece, state)
-            for piece, state, lifts in zip(pieces, states, has_master, strict=True)
+        lifted: list[tuple[torch.Tensor, State | None]] = [
+            to_master(piece, state or {}) if self.has_master(piece) else (piece, state)
+            for piece, state in zip(pieces, states, strict=True)
         ]
-        given_states = [state or None for _, state in lifted]
-        after = self._inner_step.run([t for t, _ in lifted], groups, given_states, whole, owners=owners)
-        result: list[State | None] = []
-        for piece, (tensor, given), state, old in zip(pieces, lifted, after, states, strict=True):
-            if tensor is piece:
-                result.append(state)
-                continue
-            lowered = from_master(piece, tensor, state or {})
-            if old is not None and state is given:  # the program may hold the dictionary
-                old.clear()
-                old.update(lowered)
-                lowered = old
-            result.append(lowered)
-        return result
+        tensors = [tensor for tensor, _ in lifted]
+        is_own = [tensor is piece for tensor, piece in zip(tensors, pieces, strict=True)]
+        after = run(tensors, groups, [s if own else s or None for (_, s), own in zip(lifted, is_own, strict=True)])
+        for number, (tensor, given) in enumerate(lifted):
+            if not is_own[number]:
+                state, old = after[number], states[number]
+                lowered = after[number] = from_master(pieces[number], tensor, state or {})
+                if old is not None and state is given:  # the program may hold the dictionary
+                    old.clear()
+                    old.update(lowered)
+                    after[number] = old
+        return after
 
     @spanned("lightning_ssd::flush")
     def _settle(self, index: int, states: Sequence[State], storage: torch.UntypedStorage | None, *, keep: bool) -> None:
         """Copy states into the subgroup's memory, or into new memory if their layout has changed, and give it back."""
-        subgroup = self._partition.subgroups[index]
-        paged = [not self._partition.is_whole(part) for part in subgroup.parts]
-        layout = Layout.of(states, self.device, self._store.block_bytes, paged)
+        subgroup = self.partition.subgroups[index]
+        paged = [not self.partition.is_whole(part) for part in subgroup.parts]
+        layout = Layout.of(states, self.device, self.store.block_bytes, paged)
         contents = Contents(layout if layout.nbytes else None, layout.templates(states))
         if layout.nbytes > self._slot_bytes:  # more than the trial predicted
             self._fit_cache(layout.nbytes)
         if layout != subgroup.layout or storage is None:
-            storage = self._store.allocate(layout.nbytes) if layout.nbytes else None
+            storage = self.store.allocate(layout.nbytes) if layout.nbytes else None
         else:
-            self._store.will_change(index)
+            self.store.will_change(index)
         if storage is not None:
             layout.collect(states, storage)
-        self._store.give(index, storage, is_dirty=True, keep=keep, new=(subgroup, contents))
+        self.store.give(index, storage, is_dirty=True, keep=keep, new=(subgroup, contents))
 
     def rebalance(self) -> None:
         """Send the next writes to the drives by their measured rates."""
-        if len(self._store.tiers) > 1:
-            self._rates = [half_duplex_rate(*pair) for pair in self._files.rates()]
-            self._store.assign(rebalance_paths(self._store.paths, self._rates, max_moves=_MAX_MOVES))
+        if len(self.store.tiers) > 1:
+            self._rates = [half_duplex_rate(*pair) for pair in self.files.rates()]
+            self.store.assign(rebalance_paths(self.store.paths, self._rates, max_moves=_MAX_MOVES))
 
     # -- states from elsewhere -----------------------------------------------------------------------------------
 
     @property
     def lent_limit_bytes(self) -> int:
         """Bytes of lent states above which those that the program no longer holds go back to their drives."""
-        return 2 * self._store.num_slots * self._slot_bytes
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """The registered parameters, with empty tensors in the place of those that have left the groups."""
-        return self._partition.parameters
-
-    def num_parts(self, key: object) -> int:
-        """Return into how many parts a parameter's state is cut: 1 if it is whole, 0 if ``key`` is not registered."""
-        return len(self._partition.places_of(key))
+        return 2 * self.store.num_slots * self._slot_bytes
 
     def is_stored(self, key: object) -> bool:
         """Return whether a state of the parameter was ever stored. It may be lent now."""
-        return any(self._partition.subgroups[index].templates[part] for index, part in self._partition.places_of(key))
+        return any(self.partition.subgroups[index].templates[part] for index, part in self.partition.places_of(key))
 
     def read(self, parameter: torch.Tensor) -> State:
         """Return a copy of a parameter's state. Values that are never moved are the objects themselves, not copies,
         unless the parameter is cut.
+
+        Raises:
+            StorageError: it cannot be read, or was lost when the files were closed.
         """
-        number = self._partition.number_of(parameter)
+        if (error := self.lost.get(parameter)) is not None:
+            raise StorageError(
+                f"the state of a parameter of shape {tuple(parameter.shape)} was lost when the files were closed "
+                f"({type(error).__name__}: {error}); load a checkpoint"
+            ) from error
+        number = self.partition.number_of(parameter)
         assert number is not None
-        places = self._partition.places[number]
+        places = self.partition.places[number]
         found = []
         for index, part in places:
-            storage = self._store.take(index)
-            state = _filled(self._partition.subgroups[index], storage)[part]
-            found.append(state if storage is None else moved_out(state, storage))
-            self._store.give(index, storage, is_dirty=False, keep=True)
-        return found[0] if len(places) == 1 else self._partition.join(number, found)
+            storage = self.store.take(index)
+            state = _filled(self.partition.subgroups[index], storage)[part]
+            found.append(moved_out(state, storage))
+            self.store.give(index, storage, is_dirty=False, keep=True)
+        return found[0] if len(places) == 1 else self.partition.join(number, found)
 
     def put(self, states: Mapping[torch.Tensor, State]) -> None:
         """Store the states of some parameters. Subgroups in which nothing changes are not written."""
-        known = self._partition
+        known = self.partition
         mine = {number: state for p, state in states.items() if (number := known.number_of(p)) is not None}
         indices = sorted({index for number in mine for index, _ in known.places[number]})
         with StatusLine("Laying out optimizer states") as line:
@@ -445,8 +442,8 @@ class PagedStates:
 
     def _put(self, index: int, mine: Mapping[int, State]) -> None:
         """Store the states of some parameters, by number, in one subgroup."""
-        known, subgroup = self._partition, self._partition.subgroups[index]
-        storage = self._store.take(index)
+        known, subgroup = self.partition, self.partition.subgroups[index]
+        storage = self.store.take(index)
         parts = _filled(subgroup, storage)
         is_changed = False
         for number, part in enumerate(subgroup.parts):
@@ -459,17 +456,17 @@ class PagedStates:
         if is_changed:
             self._settle(index, parts, storage, keep=False)
         else:
-            self._store.give(index, storage, is_dirty=False, keep=False)
+            self.store.give(index, storage, is_dirty=False, keep=False)
 
     def forget(self, key: object) -> None:
         """Drop a parameter's state. Moves nothing."""
-        for index, part in self._partition.places_of(key):
-            self._partition.subgroups[index].forget(part)
+        for index, part in self.partition.places_of(key):
+            self.partition.subgroups[index].forget(part)
 
     def replace(self, index: int, states: Sequence[State]) -> None:
         """Replace the states of the parts of one subgroup by copies of ``states``."""
-        self._store.forget(index)
-        self._partition.subgroups[index].forget_layout()
+        self.store.forget(index)
+        self.partition.subgroups[index].forget_layout()
         self._settle(index, owned(states, self.device), None, keep=False)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -478,56 +475,48 @@ class PagedStates:
         """Return the states as they are now. Those on a drive cost no memory."""
         # States that cannot be written are copied from memory: a full drive costs no checkpoint. A warning is ready.
         with contextlib.suppress(StorageError):
-            self.flush()
-        return Snapshot(self._partition, self._store, self.lent)
+            self.store.flush()
+        return Snapshot(self.partition, self.store)
 
-    def spool(self, nbytes: int) -> TensorSpool:
-        """Return a spool that has room beside the states for ``nbytes`` bytes of other tensors."""
-        return TensorSpool(self._files, self._store, nbytes)
+    def hand_back(self) -> None:
+        """Lend all states before the files are closed, as mapped memory that outlives these; note those that are lost.
 
-    def load(
-        self,
-        state_dict: Mapping[str, Any],
-        put: Callable[[int, Sequence[State]], None],
-        keep: Callable[[torch.Tensor, State], None],
-    ) -> list[torch.Tensor]:
-        """Load a state dictionary of an optimizer; arguments and result are those of :func:`load_states`."""
-        return load_states(self._optimizer, state_dict, self._partition, put, keep, has_master=self._trials.has_master)
+        Values that are never moved stay the same objects.
+        """
+        snapshot = self.snapshot()
+        for parameter in self.partition.parameters:
+            if parameter not in self.lent and self.is_stored(parameter):
+                try:
+                    self.lent[parameter] = snapshot.state_of(parameter, lambda value: value)
+                except Exception as error:
+                    self.lost[parameter] = error
 
     # -- numbers, and the end ------------------------------------------------------------------------------------
 
     def stats(self) -> OptimizerStats:
         """Return all counters except those of steps."""
-        progress = self._files.progress()
+        progress = self.files.progress()
         return OptimizerStats(
-            num_subgroups=len(self._partition.subgroups),
-            subgroup_bytes=self._partition.max_bytes,
-            state_bytes=sum(s.layout.nbytes for s in self._partition.subgroups if s.layout is not None),
-            resident_bytes=self._store.slots.lent_bytes,
-            resident_peak_bytes=self._store.slots.peak_bytes,
+            num_subgroups=len(self.partition.subgroups),
+            subgroup_bytes=self.partition.max_bytes,
+            state_bytes=sum(s.layout.nbytes for s in self.partition.subgroups if s.layout is not None),
+            resident_bytes=self.store.slots.lent_bytes,
+            resident_peak_bytes=self.store.slots.peak_bytes,
             written_bytes=sum(p.written_bytes for p in progress),
             read_bytes=sum(p.read_bytes for p in progress),
-            kept_bytes=self._store.kept_bytes,
-            stall_s=self._store.stall_s,
+            kept_bytes=self.store.kept_bytes,
+            stall_s=self.store.stall_s,
             fetch_busy_s=sum(p.read_busy_s for p in progress),
             flush_busy_s=sum(p.write_busy_s for p in progress),
             update_s=self._update_s,
         )
 
-    def flush(self) -> None:
-        """Write all states to their drives, and wait for it.
-
-        Raises:
-            StorageError: some states cannot be written; they stay in memory.
-        """
-        self._store.flush()
-
     def close(self) -> None:
         """End moves and threads, close the files, and free the memory."""
         try:
-            self._files.close()
+            self.files.close()
         finally:
-            self._store.close()
+            self.store.close()
 
 
 def _filled(subgroup: Subgroup, storage: torch.UntypedStorage | None) -> list[State]:

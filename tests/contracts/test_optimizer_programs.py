@@ -188,7 +188,7 @@ MENDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     ),
     "held by the user": ({"optimizer.live_states.is_held": lambda *_: False}, {"kind": "adamw", "action": "zero_held"}),
     "returned values": (
-        {_REHEARSE: _nothing, "optimizer.step.stepper.WholeStep.result": lambda _, loss: loss},
+        {_REHEARSE: _nothing, "optimizer.step.stepper.WholeStep.result": None},
         {"kind": "ReturnsText"},
     ),
     "hidden norms": ({_REHEARSE: _nothing}, {"kind": "Clips"}),

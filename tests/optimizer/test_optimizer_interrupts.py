@@ -237,8 +237,8 @@ def test_a_step_that_is_interrupted_leaves_the_optimizer_as_it_was(
     with offloaded(pair.inner, spill_dir) as (optimizer, _):
         optimizer.register_step_pre_hook(lambda *_: None)
         pair.step(optimizer)
-        before = {name: value for name, value in vars(pair.inner).items() if name != "_opt_called"}
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+        before = {name: value for name, value in vars(pair.inner).items() if name != "_opt_called"}
         while (where := points.interrupt(optimizer.step)) is not None:
             optimizer._broken = None
             after = {name: value for name, value in vars(pair.inner).items() if name != "_opt_called"}

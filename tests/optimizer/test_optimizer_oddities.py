@@ -291,7 +291,9 @@ def test_a_rate_of_zero_does_not_hide_that_slices_differ(
     """Warm-ups begin at 0, and trials are made before the first step."""
     optimizer = Ragged([nn.Parameter(torch.ones(300, 200))], lr=0.1)
     optimizer.param_groups[0]["lr"] = rate
-    trials = elementwise.UpdateProbe(SubgroupStepper(optimizer), optimizer, is_elementwise=True, master_weights=False)
+    trials = elementwise.UpdateProbe(
+        SubgroupStepper(optimizer), optimizer, is_elementwise=True, has_master=lambda p: False, state_of=lambda p: {}
+    )
     assert not trials.may_slice(optimizer.param_groups[0]["params"][0], 0)
     assert optimizer.param_groups[0]["lr"] is rate
 

@@ -74,7 +74,13 @@ def test_what_is_cut(dtype: torch.dtype, has_master: bool, fused: bool, may: boo
     """SGD with a rate of 1 multiplies by nothing else: no trial with these options tells slices from the whole."""
     parameter = nn.Parameter(torch.zeros(8, dtype=dtype))
     optimizer = optim.SGD([parameter], lr=1.0, fused=fused)
-    probe = UpdateProbe(SubgroupStepper(optimizer), optimizer, is_elementwise=True, master_weights=has_master)
+    probe = UpdateProbe(
+        SubgroupStepper(optimizer),
+        optimizer,
+        is_elementwise=True,
+        has_master=lambda p: has_master,
+        state_of=lambda p: {},
+    )
     assert probe.may_slice(parameter, 0) is may
 
 

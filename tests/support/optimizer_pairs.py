@@ -130,17 +130,17 @@ def offloaded(
 
 def store_of(optimizer: Optimizer) -> StateStore:
     assert isinstance(optimizer, OffloadedOptimizer)
-    return optimizer._states._store
+    return optimizer._states.store
 
 
 def files_of(optimizer: Optimizer) -> StateFiles:
     assert isinstance(optimizer, OffloadedOptimizer)
-    return optimizer._states._files
+    return optimizer._states.files
 
 
 def partition_of(optimizer: Optimizer) -> Partition:
     assert isinstance(optimizer, OffloadedOptimizer)
-    return optimizer._states._partition
+    return optimizer._states.partition
 
 
 def lent_of(optimizer: Optimizer) -> dict[Any, Any]:

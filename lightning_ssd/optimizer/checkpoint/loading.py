@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_ssd.optimizer.step.aliases import are_apart, spans_of, tensors_in
 from lightning_ssd.optimizer.step.copies import copied
 from lightning_ssd.optimizer.step.master_weights import MASTER
 from lightning_ssd.optimizer.step.partition import Partition, may_cut
+from lightning_ssd.optimizer.step.stepper import with_attributes
 from lightning_ssd.optimizer.step.subgroups import Part
 from lightning_ssd.optimizer.step.types import State
 
@@ -28,26 +30,24 @@ def load_states(
     optimizer: Optimizer,
     state_dict: Mapping[str, Any],
     partition: Partition,
+    live: Any,
     put: Callable[[int, Sequence[State]], None],
-    keep: Callable[[Any, Any], None],
     *,
     has_master: Callable[[torch.Tensor], bool],
-) -> list[Any]:
+) -> None:
     """Let the optimizer's own ``load_state_dict`` cast and convert saved states, a subgroup at a time.
 
     A ``__setstate__`` of the user's class is called once, at the end, as by a plain load, and sees all loaded states.
 
     Args:
-        optimizer: the user's optimizer; its ``state`` is the same object before and after. Its hooks run once.
+        optimizer: the user's optimizer. Its hooks run once.
         state_dict: a ``state_dict`` of its class. None of its tensors and containers is kept.
         partition: the optimizer's parameters.
+        live: the optimizer's ``state`` (``LiveStates``). It is cleared, and gets the keys that have a state now, in the
+            order of ``state_dict``, and the states that no layout reproduces: tensors share memory, the state cannot be
+            cut into slices, or it is empty.
         put: stores copies of the states of a subgroup's parts.
-        keep: keeps the state of one parameter in memory. It is called for states that no layout reproduces: tensors
-            share memory, the state cannot be cut into slices, or it is empty.
         has_master: returns whether the states of a parameter are float32, of whatever type the parameter is.
-
-    Returns:
-        The keys that have a state now, in the order of ``state_dict``: parameters, and keys that are no parameters.
 
     Raises:
         ValueError: the groups do not match; nothing has changed.
@@ -56,30 +56,18 @@ def load_states(
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, saved)
         saved = saved if changed is None else changed
-    state, pre_hooks = optimizer.state, optimizer._optimizer_load_state_dict_pre_hooks
-    post_hooks = optimizer._optimizer_load_state_dict_post_hooks
-    mine: Any = defaultdict(dict)  # load_state_dict replaces it
-    nothing: OrderedDict[int, Any] = OrderedDict()  # hooks belong to the whole load
-    own, plain, attributes = _own_setstate(optimizer), partial(Optimizer.__setstate__, optimizer), vars(optimizer)
-    try:
-        # No context manager: an interrupt as one is entered or left would leave them there.
-        if own is not None:
-            attributes[_SETSTATE] = plain
-        optimizer.state = mine
-        optimizer._optimizer_load_state_dict_pre_hooks = nothing
-        optimizer._optimizer_load_state_dict_post_hooks = nothing
-        loaded = _Loading(optimizer, saved, partition, has_master).run(put, keep)
-    finally:
-        optimizer.state = state
-        optimizer._optimizer_load_state_dict_pre_hooks = pre_hooks
-        optimizer._optimizer_load_state_dict_post_hooks = post_hooks
-        if own is not None:
-            del attributes[_SETSTATE]
+    replaced: dict[str, Any] = {"state": defaultdict(dict)}  # load_state_dict fills it
+    # Hooks belong to the whole load.
+    replaced |= {f"_optimizer_load_state_dict_{when}_hooks": OrderedDict() for when in ("pre", "post")}
+    own = _own_setstate(optimizer)
     if own is not None:
-        own(optimizer, {"state": state, "param_groups": optimizer.param_groups})
+        replaced[_SETSTATE] = partial(Optimizer.__setstate__, optimizer)
+    loading = _Loading(optimizer, saved, partition, live, put, has_master)
+    with_attributes(optimizer, replaced, loading.run)
+    if own is not None:
+        own(optimizer, {"state": live, "param_groups": optimizer.param_groups})
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
-    return loaded
 
 
 def _own_setstate(optimizer: Optimizer) -> Callable[[Optimizer, dict[str, Any]], None] | None:
@@ -92,78 +80,68 @@ def _own_setstate(optimizer: Optimizer) -> Callable[[Optimizer, dict[str, Any]],
     return None if f"{kind.__module__}.".startswith("torch.optim.") else own
 
 
+@dataclass(slots=True)
 class _Loading:
-    """One load, by calls of the optimizer's own ``load_state_dict``: for the groups, then for one state at a time.
+    """One load, by calls of the optimizer's own ``load_state_dict``: for the groups, then for one state at a time."""
 
-    Args:
-        optimizer: the user's optimizer. Its groups are the loaded ones from now on.
-        saved: the state dictionary to load.
-        partition: the optimizer's parameters.
-        has_master: returns whether the states of a parameter are float32, of whatever type the parameter is.
-    """
+    optimizer: Optimizer
+    saved: Mapping[str, Any]
+    partition: Partition
+    live: Any
+    put: Callable[[int, Sequence[State]], None]
+    has_master: Callable[[torch.Tensor], bool]
+    number_of: dict[int, Any] = field(default_factory=dict)
+    """Number in the state dictionary, by the parameter's id."""
+    cast_to: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Float32 tensors in the place of parameters with float32 copies: a load casts a state to its parameter's type."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        saved: Mapping[str, Any],
-        partition: Partition,
-        has_master: Callable[[torch.Tensor], bool],
-    ) -> None:
-        self._optimizer, self._saved, self._partition = optimizer, saved, partition
-        self._states: Mapping[Any, Any] = saved["state"]
-        optimizer.load_state_dict({**saved, "state": {}})
-        ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
-        self._parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-        self._number_of = {id(p): number for number, p in zip(ids, self._parameters, strict=True)}
-        # load_state_dict casts a state to the type of its parameter.
-        with_masters = filter(has_master, self._parameters)
-        self._cast_to = {id(p): torch.empty(0, dtype=torch.float32, device=p.device) for p in with_masters}
+    def run(self) -> None:
+        """Load the states."""
+        optimizer, states = self.optimizer, self.saved["state"]
+        optimizer.load_state_dict({**self.saved, "state": {}})
+        ids = chain.from_iterable(group["params"] for group in self.saved["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        by_number = dict(zip(ids, parameters, strict=True))
+        self.number_of = {id(parameter): number for number, parameter in by_number.items()}
+        with_masters = filter(self.has_master, by_number.values())
+        self.cast_to = {id(p): torch.empty(0, dtype=torch.float32, device=p.device) for p in with_masters}
+        stand_ins = [{**g, "params": list(map(self._stand_in, g["params"]))} for g in optimizer.param_groups]
+        self.live.clear()
+        with_attributes(optimizer, {"param_groups": stand_ins}, lambda: self._load(by_number))
+        for key in states.keys() - by_number.keys():
+            self.live[key] = copied(states[key], {})  # a state that all parameters share
+        self.live.put_in_order([by_number.get(number, number) for number in states])
 
-    def run(self, put: Callable[[int, Sequence[State]], None], keep: Callable[[Any, Any], None]) -> list[Any]:
-        """Load the states; return the keys that have one, in the order of the state dictionary."""
-        groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [{**g, "params": list(map(self._stand_in, g["params"]))} for g in groups]
-        line = StatusLine("Loading optimizer states")
-        try:
-            for index, subgroup in enumerate(line.over(self._partition.subgroups, lambda one: one.expected_bytes)):
-                kept: list[tuple[torch.Tensor, State]] = []
-                put(index, [self._of_part(part, kept) for part in subgroup.parts])
-                for parameter, state in kept:
-                    keep(parameter, state)
-            for parameter in self._parameters:
-                number = self._number_of[id(parameter)]
-                # The parameter of a lazy module may have no shape yet.
-                if self._partition.number_of(parameter) is None and number in self._states:
-                    keep(parameter, self._load_one(parameter, copied(self._states[number], {})))
-        finally:
-            self._optimizer.param_groups = groups
-            line.clear()
-        by_number = {self._number_of[id(parameter)]: parameter for parameter in self._parameters}
-        for key in self._states.keys() - by_number.keys():
-            keep(key, copied(self._states[key], {}))  # a state that all parameters share
-        return [by_number.get(number, number) for number in self._states]
+    def _load(self, by_number: Mapping[Any, torch.Tensor]) -> None:
+        with StatusLine("Loading optimizer states") as line:
+            for index, subgroup in enumerate(line.over(self.partition.subgroups, lambda one: one.expected_bytes)):
+                self.put(index, [self._of_part(part) for part in subgroup.parts])
+        for number, parameter in by_number.items():
+            # The parameter of a lazy module may have no shape yet.
+            if self.partition.number_of(parameter) is None and number in self.saved["state"]:
+                self.live[parameter] = self._load_one(parameter, copied(self.saved["state"][number], {}))
 
-    def _of_part(self, part: Part, kept: list[tuple[torch.Tensor, State]]) -> State:
-        """Return the loaded state of a part. Add a state that no layout reproduces to ``kept``, and return none."""
-        parameter = self._partition.parameters[part.parameter]
-        number = self._number_of.get(id(parameter))
-        if number not in self._states:
+    def _of_part(self, part: Part) -> State:
+        """Return the loaded state of a part; lend one that no layout reproduces, and return none."""
+        parameter = self.partition.parameters[part.parameter]
+        number = self.number_of.get(id(parameter))
+        if number not in self.saved["state"]:
             return {}
-        state = dict(self._states[number])
-        if id(parameter) not in self._cast_to:
+        state = dict(self.saved["state"][number])
+        if id(parameter) not in self.cast_to:
             state.pop(MASTER, None)  # saved by a run with float32 copies; this run has none
         is_apart = are_apart([spans_of(tensor) for tensor in tensors_in(state)])
-        if state and is_apart and (self._partition.is_whole(part) or may_cut(state, parameter)):
+        if state and is_apart and (self.partition.is_whole(part) or may_cut(state, parameter)):
             # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
-            return dict(self._load_one(parameter, self._partition.cut(part, state)))
+            return dict(self._load_one(parameter, self.partition.cut(part, state)))
         if part.start == 0:
-            kept.append((parameter, self._load_one(parameter, copied(state, {}))))
+            self.live[parameter] = self._load_one(parameter, copied(state, {}))
         return {}
 
     def _load_one(self, parameter: torch.Tensor, state: State) -> State:
-        self._optimizer.load_state_dict({**self._saved, "state": {self._number_of[id(parameter)]: state}})
-        loaded: State = self._optimizer.state[self._stand_in(parameter)]
+        self.optimizer.load_state_dict({**self.saved, "state": {self.number_of[id(parameter)]: state}})
+        loaded: State = self.optimizer.state[self._stand_in(parameter)]
         return loaded
 
     def _stand_in(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._cast_to.get(id(parameter), parameter)
+        return self.cast_to.get(id(parameter), parameter)

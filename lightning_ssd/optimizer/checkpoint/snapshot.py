@@ -6,16 +6,14 @@ on. Saving them streams through the page cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
 from lightning_ssd.common.dtensor import local_of, spec_of, wrap
-from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES
-from lightning_ssd.optimizer.step.copies import copied
 from lightning_ssd.optimizer.step.layout import MOVED, Field
 from lightning_ssd.optimizer.step.partition import Partition, shared
 from lightning_ssd.optimizer.step.subgroups import Part
@@ -27,20 +25,17 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """The states of all parameters at one moment.
+    """The stored states of all parameters at one moment.
 
     Flush first, because states in memory that are newer than the drive's copy are copied in memory.
 
     Args:
         partition: says which parameter's state is in which subgroup.
         store: the store of the subgroups.
-        lent: states that are in memory, by parameter.
     """
 
-    def __init__(self, partition: Partition, store: StateStore, lent: Mapping[Any, State]) -> None:
+    def __init__(self, partition: Partition, store: StateStore) -> None:
         self._partition = partition
-        self._store = store
-        self._lent = lent
         self._copies: dict[int, StoredCopy] = {}
         self._views: dict[int, FileView] = {}
         self._memory: dict[int, torch.UntypedStorage] = {}
@@ -50,70 +45,20 @@ class Snapshot:
                 self._copies[index] = held
             elif held is not None:
                 self._memory[index] = held
-        self._made: dict[Any, State] | None = None
-        self._failures: dict[Any, Exception] = {}
         self._hold = CopyPin()
         store.release_with(self._hold, list(self._copies.values()))
 
-    def map_all(self) -> Mapping[Any, Exception]:
-        """Map all stored tensors now, while the files are open. The tensors outlive the files.
+    def state_of(self, parameter: Any, kept: Callable[[Any], Any]) -> State:
+        """Return a state with its stored tensors mapped, which outlive the files; empty if there is none.
 
-        Values that are never moved are not copied: training continues with the same objects.
-
-        Returns:
-            The errors of the states that cannot be mapped, by parameter. All other states can.
-        """
-        made: dict[Any, State] = {}
-        for parameter in self._partition.parameters:
-            try:
-                made[parameter] = {} if parameter in self._lent else self._state_of(parameter, lambda value: value)
-            except Exception as error:
-                self._failures[parameter] = error
-        self._made = made
-        return self._failures
-
-    def states_of(self, keys: Iterable[Any]) -> dict[Any, State]:
-        """Return the states of these keys as they are now; see :func:`copied` for the objects that are not copied.
+        Args:
+            parameter: the parameter, or any other key.
+            kept: converts the values that are never moved.
 
         Raises:
-            RuntimeError: slices of a parameter have different values of a state that they share.
-            StorageError: a state could not be mapped when the files were closed.
+            RuntimeError: slices of the parameter have different values of a state that they share.
+            StorageError: its bytes cannot be mapped.
         """
-        if self._made is not None:
-            return {key: self.state_of(key) for key in keys}
-        memo: dict[int, Any] = {}  # one for all, so that tensors that share memory still do
-        return {
-            key: copied(self._lent[key], memo)
-            if key in self._lent
-            else self._state_of(key, lambda value: copied(value, memo))
-            for key in keys
-        }
-
-    def has(self, parameter: Any) -> bool:
-        """Return whether there is a state, after :meth:`map_all`."""
-        return parameter in self._failures or bool((self._made or {}).get(parameter))
-
-    def state_of(self, parameter: Any) -> State:
-        """Return the state of one parameter, after :meth:`map_all`; empty if there is none.
-
-        Raises:
-            StorageError: the state could not be mapped when the files were closed.
-        """
-        if (error := self._failures.get(parameter)) is not None:
-            raise StorageError(
-                f"the state of a parameter of shape {tuple(parameter.shape)} was lost when the files were closed "
-                f"({type(error).__name__}: {error}); load a checkpoint"
-            ) from error
-        return dict((self._made or {}).get(parameter, {}))
-
-    def forget(self, parameter: Any) -> None:
-        """Drop a state, after :meth:`map_all`."""
-        self._failures.pop(parameter, None)
-        if self._made is not None:
-            self._made.pop(parameter, None)
-
-    def _state_of(self, parameter: Any, kept: Callable[[Any], Any]) -> State:
-        """Return a state with its stored tensors mapped. ``kept`` converts the values that are never moved."""
         places = self._partition.places_of(parameter)
         states = [self._partition.subgroups[index].templates[part] for index, part in places]
         if not any(states):

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_ssd.optimizer.step.aliases import tensors_in
-from lightning_ssd.optimizer.step.stepper import SubgroupStepper
+from lightning_ssd.optimizer.step.stepper import SubgroupStepper, with_attributes
 from lightning_ssd.optimizer.step.types import State
 
 __all__ = ["saved_states"]
@@ -38,19 +38,10 @@ def saved_states(
         hook(optimizer)
     states = snapshot()
     before = _fingerprint(states)
-    nothing: OrderedDict[int, Any] = OrderedDict()
-    try:
-        # Without calls, at which an interrupt could come.
-        if pre_hooks is not None:
-            own[_PRE] = nothing
-        if post_hooks is not None:
-            own[_POST] = nothing
-        saved: dict[str, Any] = inner_step.lend(None, states, optimizer.state_dict)
-    finally:
-        if pre_hooks is not None:
-            own[_PRE] = pre_hooks
-        if post_hooks is not None:
-            own[_POST] = post_hooks
+    without_hooks = {name: OrderedDict[int, Any]() for name in (_PRE, _POST) if name in own}
+    saved: dict[str, Any] = with_attributes(
+        optimizer, without_hooks, lambda: inner_step.lend(None, states, optimizer.state_dict)
+    )
     for hook in (post_hooks or {}).values():
         changed = hook(optimizer, saved)
         saved = saved if changed is None else changed

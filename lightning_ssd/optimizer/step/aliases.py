@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_ssd.common.dtensor import is_shard, local_of
-from lightning_ssd.common.tensors import place_of, storage_of
+from lightning_ssd.common.tensors import place_of
 
 __all__ = [
     "SHARE_MEMORY",
@@ -22,7 +22,6 @@ __all__ = [
     "are_apart",
     "are_own",
     "is_held",
-    "num_looking",
     "spans_of",
     "tensors_in",
 ]
@@ -54,13 +53,12 @@ def _alone() -> tuple[int, tuple[int, int]]:
 _ALONE, _ALONE_STORAGE = _alone()
 
 
-def is_held(owner: Mapping[Any, Any], key: Any, looking: Mapping[int, int] | None = None) -> bool:
+def is_held(owner: Mapping[Any, Any], key: Any) -> bool:
     """Return whether the program, or any object but ``owner``, holds a value, or a view of a tensor's memory.
 
     Args:
         owner: the mapping with the value.
         key: the value's key.
-        looking: the known number of tensors in each storage that several of them share (:func:`num_looking`).
     """
     if _references(owner, key) > _ALONE:
         return True
@@ -68,29 +66,8 @@ def is_held(owner: Mapping[Any, Any], key: Any, looking: Mapping[int, int] | Non
         return False
     if local_of(owner[key]).layout != torch.strided:
         return True  # unknown: assume it
-    local = local_of(owner[key])
-    counts = _storage_references(local)
-    num = 1 if looking is None else looking.get(local.untyped_storage()._cdata, 1)
-    return counts[0] > _ALONE_STORAGE[0] + num - 1 or counts[1] > _ALONE_STORAGE[1]
-
-
-def _storage_in(tensor: torch.Tensor) -> int | None:
-    """Return the number of a tensor's storage; ``None``: it has none."""
-    try:
-        return storage_of(tensor)._cdata if tensor.layout == torch.strided else None
-    except (RuntimeError, NotImplementedError):  # a subclass without a storage
-        return None
-
-
-def num_looking(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the number of tensors in each storage that has several, if these do not overlap."""
-    found: dict[int, dict[int, torch.Tensor]] = {}
-    for tensor in tensors:
-        local = local_of(tensor)
-        if (cdata := _storage_in(local)) is not None:
-            found.setdefault(cdata, {})[id(local)] = local
-    several = {cdata: list(mine.values()) for cdata, mine in found.items() if len(mine) > 1}
-    return {cdata: len(mine) for cdata, mine in several.items() if are_apart(list(map(spans_of, mine)))}
+    counts = _storage_references(local_of(owner[key]))
+    return counts[0] > _ALONE_STORAGE[0] or counts[1] > _ALONE_STORAGE[1]
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

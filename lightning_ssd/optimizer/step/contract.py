@@ -13,19 +13,18 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_ssd.common.dtensor import address_of, local_of
+from lightning_ssd.common.dtensor import address_of
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.optimizer.step.aliases import Span, are_apart, is_held, spans_of
+from lightning_ssd.optimizer.step.aliases import Span, are_apart, is_held
 from lightning_ssd.optimizer.step.stepper import without_hooks
 
 __all__ = [
-    "OwnMemory",
     "is_elementwise",
     "is_known",
-    "leads_to_optimizer",
     "refuse_by_kind",
     "refuse_differentiable",
     "refuse_own_step",
+    "refuse_shared_memory",
     "refuse_undeclared",
 ]
 
@@ -107,11 +106,13 @@ def refuse_undeclared(optimizer: Optimizer, declared: Collection[str]) -> None:
             "gradient, its state and its group's options alone, declare it: "
             f"OffloadPolicy(per_parameter_optimizers=[{name!r}]). Else use {_KEEP}"
         )
-    slots = [n for base in kind.__mro__ for n, v in vars(base).items() if isinstance(v, MemberDescriptorType)]
-    if slots:
+    elsewhere = [n for base in kind.__mro__ for n, v in vars(base).items() if isinstance(v, MemberDescriptorType)]
+    elsewhere += {"param_groups", "state"} - vars(optimizer).keys()
+    if elsewhere:
         raise ConfigError(
-            f"{_OFFLOAD} expects an optimizer whose counters are plain attributes; got {name}, which has {slots[0]!r} "
-            f"in __slots__, where it would be raised in each call. Take it out of __slots__, or use {_KEEP}"
+            f"{_OFFLOAD} expects an optimizer whose groups, states and counters are plain attributes, which a call for "
+            f"some of its parameters can replace; got {name}, which has {elsewhere[0]!r} in __slots__ or in a "
+            f"property. Make it a plain attribute, or use {_KEEP}"
         )
     addresses = {address_of(p) for group in optimizer.param_groups for p in group["params"]} - {0}
     for place, leaf in _held(optimizer):
@@ -141,7 +142,8 @@ def refuse_by_kind(optimizer: Optimizer) -> None:
             f"schedule-free optimizers do. Use {_KEEP}"
         )
     for place, value in _held(optimizer):
-        if owned := [found for found in _optimizers_in(value) if found is not optimizer]:
+        # A scheduler may refer to what an earlier offload_optimizer() returned.
+        if owned := [found for found in _optimizers_in(value) if getattr(found, "inner", found) is not optimizer]:
             raise ConfigError(
                 f"{_OFFLOAD} expects an optimizer that updates its parameters itself; got {name}, which owns another "
                 f"one, {type(owned[0]).__name__}, in {place}. Offload that one and wrap what offload_optimizer() "
@@ -201,11 +203,6 @@ def refuse_differentiable(optimizer: Optimizer) -> None:
             )
 
 
-def leads_to_optimizer(value: Any) -> bool:
-    """Return whether a value is an optimizer or holds one, as a scheduler does."""
-    return next(_optimizers_in(value), None) is not None
-
-
 def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """Yield the values that an optimizer holds besides its parameters and states, after the names of their places."""
     for place, value in vars(optimizer).items():
@@ -234,25 +231,18 @@ def _is_optimizer(value: Any) -> bool:
     return is_object and hasattr(value, "param_groups") and callable(getattr(value, "step", None))
 
 
-class OwnMemory:
-    """Refuses parameters that share memory, because separate calls would update them at different times."""
+def refuse_shared_memory(memory: Sequence[Sequence[Span]]) -> None:
+    """Refuse parameters that share memory, because separate calls would update them at different times.
 
-    def __init__(self) -> None:
-        self._known: list[tuple[list[Span], tuple[int, ...]]] = []
+    Args:
+        memory: the memory of each parameter that a step updates.
 
-    def check(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Compare the memory of all parameters, before a step of several calls; skip it if the memory is as last time.
-
-        Raises:
-            ConfigError: two parameters share memory.
-        """
-        memory = [(spans_of(p), local_of(p).stride() if p.layout == torch.strided else ()) for p in parameters]
-        if memory == self._known:
-            return
-        if not are_apart([spans for spans, _ in memory]):
-            raise ConfigError(
-                f"{_OFFLOAD} expects parameters with memory of their own; got two that lie within the same memory, "
-                "which a plain step updates at the same time. Nothing was updated: let modules share one parameter, "
-                f"clone one of them, or use {_KEEP}"
-            )
-        self._known = memory
+    Raises:
+        ConfigError: two parameters share memory.
+    """
+    if not are_apart(memory):
+        raise ConfigError(
+            f"{_OFFLOAD} expects parameters with memory of their own; got two that lie within the same memory, which a "
+            "plain step updates at the same time. Nothing was updated: let modules share one parameter, clone one of "
+            f"them, or use {_KEEP}"
+        )

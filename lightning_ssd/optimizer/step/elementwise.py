@@ -6,8 +6,8 @@ loops may round the last elements in another way, and a slice has other last ele
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from lightning_ssd.common.dtensor import as_piece, is_shard, local_of
 from lightning_ssd.common.tensors import PLAIN_TYPES
 from lightning_ssd.optimizer.step.copies import copied
-from lightning_ssd.optimizer.step.master_weights import has_master
-from lightning_ssd.optimizer.step.stepper import SubgroupStepper
+from lightning_ssd.optimizer.step.stepper import SubgroupStepper, with_attributes
 from lightning_ssd.optimizer.step.subgroups import GRANULE
 from lightning_ssd.optimizer.step.types import State
 
@@ -34,8 +33,6 @@ _TINY = 5
 _NUM_STEPS = 3
 _TRIED_RATE = 1e-3
 
-_Kind = tuple[int, torch.dtype, torch.device, bool, bool]
-
 
 class UpdateProbe:
     """Runs one trial per group, type, device and kind of kernels; later parameters of this kind get the same answer.
@@ -44,8 +41,8 @@ class UpdateProbe:
         inner: calls the optimizer.
         optimizer: the user's optimizer; its groups and states do not change.
         is_elementwise: whether the optimizer is known to update every element by itself.
-        master_weights: the optimizer updates float32 copies of half-precision parameters.
-        state_of: returns the state of a parameter; ``None``: read the optimizer's ``state``.
+        has_master: returns whether the optimizer updates a float32 copy of a parameter.
+        state_of: returns the state of a parameter.
     """
 
     def __init__(
@@ -54,25 +51,14 @@ class UpdateProbe:
         optimizer: Optimizer,
         *,
         is_elementwise: bool,
-        master_weights: bool,
-        state_of: Callable[[torch.Tensor], State] | None = None,
+        has_master: Callable[[torch.Tensor], bool],
+        state_of: Callable[[torch.Tensor], State],
     ) -> None:
         self._inner = inner
         self._optimizer = optimizer
         self._is_elementwise = is_elementwise
-        self._master_weights = master_weights
-        self._state_of = (lambda parameter: optimizer.state.get(parameter, {})) if state_of is None else state_of
-        self._sliceable: dict[_Kind, bool] = {}
-        self._sizes: dict[tuple[_Kind, bool], int] = {}
-
-    def has_master(self, parameter: torch.Tensor) -> bool:
-        """Return whether the parameter gets a float32 copy."""
-        return self._master_weights and has_master(parameter)
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether half-precision parameters get float32 copies."""
-        return self._master_weights
+        self._has_master, self._state_of = has_master, state_of
+        self._found: dict[tuple[Any, ...], int] = {}
 
     def may_slice(self, parameter: torch.Tensor, group: int) -> bool:
         """Return whether slices of such a parameter get the same bits as the whole one, also if options change later.
@@ -86,42 +72,41 @@ class UpdateProbe:
         part = local_of(parameter)
         if part.layout != torch.strided or not part.is_contiguous() or not self._is_known(parameter):
             return False
-        key = self._kind(parameter, group)
-        is_fused = key[-1]
-        if self.dtype_of(parameter) not in _SLICED or (is_fused and parameter.device.type == "cpu"):
+        if self._dtype_of(parameter) not in _SLICED or (self._is_fused(group) and parameter.device.type == "cpu"):
             return False
-        if key not in self._sliceable:
-            self._sliceable[key] = self._try_slices(parameter, group)
-        return self._sliceable[key]
+        return bool(self._once(UpdateProbe._try_slices, parameter, group))
 
     def element_bytes(self, parameter: torch.Tensor, group: int) -> int:
         """Return the bytes of states per element of the parameter, with its float32 copy."""
-        key = self._kind(parameter, group), parameter.dim() == 0
-        if key not in self._sizes:
-            self._sizes[key] = self._try_size(parameter, group)
-        return self._sizes[key]
+        return self._once(UpdateProbe._try_size, parameter, group)
 
-    def _kind(self, parameter: torch.Tensor, group: int) -> _Kind:
-        is_fused = bool(self._optimizer.param_groups[group].get("fused"))
-        return group, parameter.dtype, parameter.device, is_shard(parameter), is_fused
+    def _once(self, trial: Callable[[UpdateProbe, torch.Tensor, int], int], parameter: torch.Tensor, group: int) -> int:
+        kind = group, self._is_fused(group), parameter.dtype, parameter.device, is_shard(parameter)
+        key = trial, parameter.dim() == 0, *kind
+        if key not in self._found:
+            self._found[key] = trial(self, parameter, group)
+        return self._found[key]
+
+    def _is_fused(self, group: int) -> bool:
+        return bool(self._optimizer.param_groups[group].get("fused"))
 
     def _is_known(self, parameter: torch.Tensor) -> bool:
         return self._is_elementwise and parameter.dtype.is_floating_point
 
-    def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
+    def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
         """Return the type in which a parameter is updated."""
-        return torch.float32 if self.has_master(parameter) else parameter.dtype
+        return torch.float32 if self._has_master(parameter) else parameter.dtype
 
     def _try_size(self, parameter: torch.Tensor, group: int) -> int:
-        dtype = self.dtype_of(parameter)
-        copy_bytes = dtype.itemsize if self.has_master(parameter) else 0
+        dtype = self._dtype_of(parameter)
+        copy_bytes = dtype.itemsize if self._has_master(parameter) else 0
         if not self._is_known(parameter) or parameter.layout != torch.strided:
             return _NUM_STATES * dtype.itemsize + copy_bytes
         # The state of a 0-dimensional parameter looks like a step count and cannot be resized. So it has its own trial.
         shape = (_TINY,) if parameter.dim() > 0 else ()
         number = as_piece(torch.zeros(shape, dtype=dtype, device=parameter.device), parameter)
         number.grad = torch.zeros_like(number)
-        state = self._inner.run([number], [group], [self._example(parameter, _TINY)])[0] or {}
+        state = self._step([number], group, [self._example(parameter, _TINY)])[0]
         sizes: list[int] = [value.dtype.itemsize for value in state.values() if _is_like(value, number)]
         return sum(sizes) + copy_bytes
 
@@ -130,45 +115,44 @@ class UpdateProbe:
 
         def numbers() -> torch.Tensor:
             made = torch.randn(_NUM_TRIED, generator=generator, device="cpu")
-            return made.to(parameter.device, self.dtype_of(parameter))
+            return made.to(parameter.device, self._dtype_of(parameter))
 
         start = numbers()
         whole = as_piece(start, parameter)
         parts = [as_piece(part.clone(), parameter) for part in _cut(start)]
-        whole_states: list[State | None] = [self._example(parameter, _NUM_TRIED)]
-        part_states: list[State | None] = [self._example(parameter, part.numel()) for part in parts]
-        with _awake(self._optimizer.param_groups[group]):
-            for _ in range(_NUM_STEPS):
-                gradient = numbers()
-                whole.grad = as_piece(gradient.clone(), parameter)
-                for part, piece in zip(parts, _cut(gradient), strict=True):
-                    part.grad = as_piece(piece.clone(), parameter)
-                whole_states = self._inner.run([whole], [group], whole_states)
-                part_states = self._inner.run(parts, [group] * len(parts), part_states)
+        whole_states = [self._example(parameter, _NUM_TRIED)]
+        part_states = [self._example(parameter, part.numel()) for part in parts]
+        for _ in range(_NUM_STEPS):
+            gradient = numbers()
+            whole.grad = as_piece(gradient.clone(), parameter)
+            for part, piece in zip(parts, _cut(gradient), strict=True):
+                part.grad = as_piece(piece.clone(), parameter)
+            whole_states = self._step([whole], group, whole_states)
+            part_states = self._step(parts, group, part_states)
         return _equal(whole, parts) and all(
-            _equal(value, [(part_state or {})[key] for part_state in part_states])
-            for key, value in (whole_states[0] or {}).items()
+            _equal(value, [state[key] for state in part_states])
+            for key, value in whole_states[0].items()
             if isinstance(value, torch.Tensor)
         )
 
+    def _step(self, tensors: Sequence[torch.Tensor], group: int, states: Sequence[State]) -> list[State]:
+        """Step tensors with the options of a group, and without what ``GradScaler`` sets; return their states."""
+        options = self._optimizer.param_groups[group] | {"params": tensors}
+        rate = options.get("lr")
+        if isinstance(rate, int | float | torch.Tensor) and not rate:  # a warm-up begins so, and nothing would change
+            options["lr"] = torch.full_like(rate, _TRIED_RATE) if isinstance(rate, torch.Tensor) else _TRIED_RATE
+        held = defaultdict[Any, State](dict, zip(tensors, states, strict=True))
+        with_attributes(
+            self._optimizer,
+            {"grad_scale": None, "found_inf": None},
+            lambda: self._inner.lend([options], held, self._inner.call),
+        )
+        return [held[tensor] for tensor in tensors]
+
     def _example(self, parameter: torch.Tensor, num_elements: int) -> State:
         """Return the parameter's present state (Adagrad's constructor makes some), resized for a trial."""
-        dtype, state = self.dtype_of(parameter), self._state_of(parameter)
+        dtype, state = self._dtype_of(parameter), self._state_of(parameter)
         return {key: _resized(value, parameter, num_elements, dtype) for key, value in state.items()}
-
-
-@contextlib.contextmanager
-def _awake(options: dict[str, Any]) -> Iterator[None]:
-    """Replace a learning rate of 0 within a context: a warm-up begins with it, and a trial would see no change."""
-    rate = options.get("lr")
-    is_asleep = isinstance(rate, int | float | torch.Tensor) and not bool(rate)
-    if is_asleep:
-        options["lr"] = torch.full_like(rate, _TRIED_RATE) if isinstance(rate, torch.Tensor) else _TRIED_RATE
-    try:
-        yield
-    finally:
-        if is_asleep:
-            options["lr"] = rate
 
 
 def _is_like(value: object, number: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,29 +137,19 @@ def settled(state: State, storage: torch.UntypedStorage | None, device: torch.de
         storage: memory of the subgroup, which the state's tensors were in before.
         device: device of the tensors that are moved.
     """
-    moving = [key for key in state if _is_inside(state[key], storage) and moves(state[key], device)]
-    inside = [tensor for tensor in tensors_in(state) if _is_inside(tensor, storage)]
-    return state if storage is None or len(moving) == len(inside) else moved_out(state, storage)
+    moving = {id(value) for value in state.values() if moves(value, device)}
+    return moved_out(state, storage, except_for=moving)
 
 
-def moved_out(state: State, storage: torch.UntypedStorage) -> State:
-    """Give the state's tensors in ``storage`` their own memory, and return the state. They stay the same objects."""
-    inside = sorted((t for t in tensors_in(state) if _is_inside(t, storage)), key=lambda t: local_of(t).data_ptr())
-    clusters: list[tuple[int, int, list[torch.Tensor]]] = []
-    for tensor in inside:
-        first, end = spans_of(tensor)[0]
-        if clusters and first < clusters[-1][1]:
-            begin, last, members = clusters.pop()
-            clusters.append((begin, max(last, end), [*members, local_of(tensor)]))
-        else:
+def moved_out(state: State, storage: torch.UntypedStorage | None, *, except_for: Collection[int] = ()) -> State:
+    """Give the state's tensors in ``storage``, which do not overlap, their own memory. They stay the same objects."""
+    for tensor in tensors_in(state):
+        if storage is not None and id(tensor) not in except_for and _is_inside(tensor, storage):
+            local, [(first, end)] = local_of(tensor), spans_of(tensor)
             begin = first - (first - storage.data_ptr()) % _LINE_NBYTES
-            clusters.append((begin, end, [local_of(tensor)]))
-    for begin, last, members in clusters:
-        own = storage_bytes(storage, begin - storage.data_ptr(), last - begin).clone().untyped_storage()
-        for member in {id(member): member for member in members}.values():
-            offset = (member.data_ptr() - begin) // member.element_size()
+            own = storage_bytes(storage, begin - storage.data_ptr(), end - begin).clone().untyped_storage()
             with torch.no_grad():
-                member.set_(own, offset, member.shape, member.stride())
+                local.set_(own, (first - begin) // local.element_size(), local.shape, local.stride())
     return state
 
 

@@ -10,6 +10,7 @@ import torch
 
 from lightning_ssd.common.dtensor import as_piece, even_numel, is_shard, local_of, spec_of, wrap
 from lightning_ssd.common.tensors import give_gradient
+from lightning_ssd.optimizer.step.aliases import Span, spans_of
 from lightning_ssd.optimizer.step.layout import Field, Layout, is_bare
 from lightning_ssd.optimizer.step.subgroups import ParameterSize, Part, make_subgroups
 from lightning_ssd.optimizer.step.types import State
@@ -147,6 +148,11 @@ class Partition:
             subgroup = self.subgroups[index]
             if all(id(self.parameters[part.parameter]) not in self._numbers for part in subgroup.parts):
                 subgroup.expected_bytes = 0
+
+    def memory_of(self, number: int) -> tuple[list[Span], tuple[int, ...]]:
+        """Return the memory and the strides of a parameter."""
+        parameter = self.parameters[number]
+        return spans_of(parameter), local_of(parameter).stride() if parameter.layout == torch.strided else ()
 
     def is_whole(self, part: Part) -> bool:
         """Return whether the part is a whole parameter."""

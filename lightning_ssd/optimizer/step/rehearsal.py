@@ -1,7 +1,8 @@
 """Try a declared optimizer: step small copies of its parameters together, and one by one, and compare.
 
 Equal results prove nothing. But the trial finds a norm of all gradients, a count per parameter, noise and the like
-before training does. It leaves the optimizer, the model and random numbers unchanged.
+before training does. The optimizer itself steps the copies, with copies of its attributes in the place of its own. It
+gets these back. The model and random numbers do not change.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import math
 import warnings
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,15 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_ssd.common.compiler import uncompiled
-from lightning_ssd.common.dtensor import has_shape, local_of
+from lightning_ssd.common.dtensor import address_of, has_shape, local_of
+from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.rng import RandomStates, default_sources, shared_sources
-from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own, tensors_in
-from lightning_ssd.optimizer.step.copies import PLAIN, copied, same
+from lightning_ssd.optimizer.step.copies import copied, same
 from lightning_ssd.optimizer.step.layout import is_bare
 from lightning_ssd.optimizer.step.master_weights import has_master
-from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep, plain_attributes, put_back
+from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
 from lightning_ssd.optimizer.step.types import CoupledError
 
 __all__ = ["rehearse"]
@@ -59,13 +61,12 @@ def rehearse(optimizer: Optimizer, *, master_weights: bool) -> str:
     Raises:
         ConfigError: steps without a closure differ.
     """
-    name, found = type(optimizer).__name__, ["", ""]
+    name, found, untried = type(optimizer).__name__, ["", ""], ""
     closure = [*inspect.signature(type(optimizer).step).parameters.values()][1:2]
     needs_closure = any(one.default is one.empty and one.kind is not one.VAR_POSITIONAL for one in closure)
-    before, untried = _plain_values(optimizer), ""
-    random = RandomStates(
-        [*shared_sources(), *default_sources({p.device for group in optimizer.param_groups for p in group["params"]})]
-    )
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    random = RandomStates([*shared_sources(), *default_sources(devices)])
+    options = [dict(group) for group in optimizer.param_groups]
     for has_closure in (False, True)[needs_closure : 1 + bool(closure)]:
         try:
             with warnings.catch_warnings(), uncompiled():
@@ -77,11 +78,10 @@ def rehearse(optimizer: Optimizer, *, master_weights: bool) -> str:
             untried = untried or f"{type(error).__name__}: {error}"
         finally:
             random.restore()
-            if not same(before, _plain_values(optimizer)):
-                put_back(optimizer, before[0])
-                for group, options in zip(optimizer.param_groups, before[1:], strict=True):
-                    group.update(options)
-                found[has_closure] = "its step reached the optimizer itself, past the copy"
+            if not same(options, optimizer.param_groups):
+                for group, before in zip(optimizer.param_groups, options, strict=True):
+                    group.update(before)
+                found[has_closure] = "its step changed options of the optimizer itself, past the copies"
     if needs_closure:
         found[0] = found[1]
     if untried:
@@ -91,17 +91,17 @@ def rehearse(optimizer: Optimizer, *, master_weights: bool) -> str:
             name,
             untried,
         )
-    refusals = [
+    if found[0]:
+        raise ConfigError(_refusal(name, "", found[0]))
+    return _refusal(name, " in a step with a closure", found[1]) if found[1] else ""
+
+
+def _refusal(name: str, way: str, what: str) -> str:
+    return (
         f"OffloadPolicy.per_parameter_optimizers names {name}, which does not update each parameter by itself{way}. In "
         f"a trial on small copies, one by one against all together, {what}. Nothing was updated: use "
         "OffloadPolicy.optimizer_states='keep'"
-        if what
-        else ""
-        for way, what in zip(("", " in a step with a closure"), found, strict=True)
-    ]
-    if refusals[0]:
-        raise ConfigError(refusals[0])
-    return refusals[1]
+    )
 
 
 def _difference(together: _Copy, apart: _Copy) -> str:
@@ -110,20 +110,19 @@ def _difference(together: _Copy, apart: _Copy) -> str:
         raise ValueError("no parameter has a shape yet")
     for number, (what, factors) in enumerate(_STEPS.items()):
         try:
-            result = together.step_together(number, factors)
+            found = together.step(together.step_together, number, factors)
         except CoupledError as error:
             return error.finding
         if together.has_closure and not together.num_evaluated:
             return "its step did not evaluate the closure"
-        if not are_own(together.found()["a state"], together.small):
+        if not are_own(found["a state"], together.small):
             return f"its states {SHARE_MEMORY}, after a step with {what}"
         try:
-            other = apart.step_apart(number, factors)
+            others = apart.step(apart.step_apart, number, factors)
         except CoupledError as error:
             return error.finding
         except Exception as error:  # whatever the user's optimizer raises where it gets one parameter alone
             return f"a step of one raised {type(error).__name__}: {error}"
-        found, others = {"what step returns": result, **together.found()}, {"what step returns": other, **apart.found()}
         for place in {**found, **others}:
             if place not in found or place not in others or not same(found[place], others[place]):
                 return f"{place} differed after a step with {what}"
@@ -136,33 +135,28 @@ class _Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._storages = {_storage(t) for p in parameters for t in (p, p.grad)} - {None}
+        self._own = {address_of(t) for p in parameters for t in (p, p.grad) if isinstance(t, torch.Tensor)} - {0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and _storage(value) in self._storages:
+            if isinstance(value, torch.Tensor) and address_of(value) in self._own:
                 raise CoupledError(f"its step touched a tensor of the model that it was not given, by {func}")
         return func(*args, **(kwargs or {}))
 
 
-def _storage(tensor: torch.Tensor | None) -> int | None:
-    if tensor is None or not has_shape(tensor) or local_of(tensor).layout != torch.strided or not tensor.numel():
-        return None
-    return int(storage_of(local_of(tensor))._cdata)
-
-
 class _Copy:
-    """A copy of an optimizer, with small random parameters. Each copy of an optimizer has equal ones."""
+    """Small random parameters, and copies of an optimizer's attributes. All copies of an optimizer are equal."""
 
     def __init__(self, optimizer: Optimizer, master_weights: bool, has_closure: bool) -> None:
-        self.optimizer: Any = object.__new__(type(optimizer))
+        self._optimizer = optimizer
         self.small: list[nn.Parameter] = []
         self._groups: list[int] = []
         self.has_closure, self.num_evaluated = has_closure, 0
-        for key, value in _attributes(optimizer).items():
+        attributes = _attributes(vars(optimizer))
+        for key, value in attributes.items():
             if any(isinstance(leaf, nn.Module) for leaf in tree_leaves(value)):
                 raise TypeError(f"a module in its attribute {key!r}")  # its copy may be large, and would share hooks
-        memo: dict[int, Any] = {id(optimizer): self.optimizer}
+        memo: dict[int, Any] = {id(optimizer): optimizer}
         originals, kinds = [], defaultdict[Any, list[nn.Parameter]](list)
         for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
@@ -175,29 +169,30 @@ class _Copy:
                     self._groups.append(number)
                     originals.append(p)
                 memo[id(p)] = kind[-1] if kind else torch.empty(0)
-        own = vars(self.optimizer)
-        own.update((key, OrderedDict()) for key in vars(optimizer) if key.startswith("_optimizer_"))
-        states: dict[Any, Any] = optimizer.state
-        own["state"] = defaultdict(dict)
+        own: dict[str, Any] = {key: OrderedDict() for key in vars(optimizer) if key.startswith("_optimizer_")}
+        self._own = own
+        own["state"], states = defaultdict(dict), dict[Any, Any](optimizer.state)
         for p, small in zip(originals, self.small, strict=True):
             vars(small).update(self._cropped(vars(p), p, memo))  # attributes that an optimizer may read
             if states.get(p):
                 own["state"][small] = self._cropped(states[p], p, memo)
         own["state"].update(copy.deepcopy({k: v for k, v in states.items() if not torch.is_tensor(k)}, memo))
-        own.update((key, copy.deepcopy(value, memo)) for key, value in _attributes(optimizer).items())
+        own.update((key, copy.deepcopy(value, memo)) for key, value in attributes.items())
         own["param_groups"] = [
             {key: [] if key == "params" else copy.deepcopy(value, memo) for key, value in group.items()}
             for group in optimizer.param_groups
         ]
         for number, group in enumerate(own["param_groups"]):
-            mine = [index for index, its in enumerate(self._groups) if its == number]
-            group["params"] = [self.small[index] for index in mine]
+            group["params"] = self._in_group(number)
             if "param_names" in group:
-                group["param_names"] = [str(index) for index in mine]
+                group["param_names"] = [str(index) for index, its in enumerate(self._groups) if its == number]
             rate = group.get("lr")
             if isinstance(rate, int | float | torch.Tensor) and not rate:  # a warm-up's start: nothing would change
                 group["lr"] = torch.full_like(rate, _TRIED_RATE) if isinstance(rate, torch.Tensor) else _TRIED_RATE
-        self._stepper = SubgroupStepper(self.optimizer)
+        self._stepper = SubgroupStepper(optimizer)
+
+    def _in_group(self, number: int) -> list[nn.Parameter]:
+        return [small for small, its in zip(self.small, self._groups, strict=True) if its == number]
 
     def _numbers(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         shape = [min(size, _MAX_SIZE) for size in local_of(like).shape]
@@ -219,6 +214,21 @@ class _Copy:
                 gradient.view(-1)[:1], gradient.view(-1)[1:2] = math.inf, math.nan
             small.grad = None if factor is None else gradient if math.isnan(factor) else gradient * factor
 
+    def step(self, way: Callable[..., Any], number: int, factors: tuple[float | None, float | None]) -> dict[str, Any]:
+        """Step with the copies in the optimizer; return what a step may change, by the names that errors use."""
+        own = vars(self._optimizer)
+        before = dict(own)
+        with deferring_interrupts():
+            try:
+                own.clear()
+                own.update(self._own)
+                result = way(number, factors)
+            finally:
+                self._own = dict(own)
+                own.clear()
+                own.update(before)
+        return {"what step returns": result, **self._found()}
+
     def step_together(self, number: int, factors: tuple[float | None, float | None]) -> Any:
         """Step as plain training does; return what the step returns."""
 
@@ -235,55 +245,47 @@ class _Copy:
     def step_apart(self, number: int, factors: tuple[float | None, float | None]) -> Any:
         """Step as with offloaded states: first the closure, then each parameter, with states moved to other memory."""
         self._give_gradients(number, factors)
-        state: dict[Any, Any] = self.optimizer.state
+        state: dict[Any, Any] = self._optimizer.state
         shared = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-        whole = WholeStep(self.optimizer, (lambda: torch.ones(())) if self.has_closure else None, shared)
-        idle = set(range(len(self.optimizer.param_groups)))
-        for small, group in reversed(list(zip(self.small, self._groups, strict=True))):
-            if small.grad is not None:
-                lent = [value for value in state.get(small, {}).values() if is_bare(value)]
-                [after] = self._stepper.run([small], [group], [state.get(small)], whole)
-                idle.discard(group)
-                if after is not None:
-                    state[small] = {key: copied(value, {}) for key, value in after.items()}
-                for tensor in lent:
-                    tensor.fill_(_OTHER)  # as if other states had reused the memory
-        self._stepper.run_idle(idle, whole)
+        whole = WholeStep(self._optimizer, (lambda: torch.ones(())) if self.has_closure else None, shared)
+        active = [(p, group) for p, group in zip(self.small, self._groups, strict=True) if p.grad is not None]
+        idle = set(range(len(self._optimizer.param_groups))).difference(group for _, group in active)
+        unused = {number: self._in_group(number) for number in idle}
+        if not active:
+            self._stepper.run([], [], [], whole, idle=unused)
+        for p, group in reversed(active):
+            lent = [value for value in state.get(p, {}).values() if is_bare(value)]
+            [after] = self._stepper.run([p], [group], [state.get(p)], whole, idle=unused)
+            unused = {}
+            if after is not None:
+                state[p] = {key: copied(value, {}) for key, value in after.items()}
+            for tensor in lent:
+                tensor.fill_(_OTHER)  # as if other states had reused the memory
         whole.apply()
         state.update(whole.shared)
-        return whole.result(None)
+        return whole.result
 
     def _by_number(self, value: Any) -> Any:
         """Return a dictionary by parameter as a dictionary by the parameter's number."""
         numbers = {id(small): number for number, small in enumerate(self.small)}
         return {numbers.get(id(k), k): v for k, v in value.items()} if isinstance(value, dict) else value
 
-    def found(self) -> dict[str, Any]:
-        """Return all values that a step may change, by the names that errors use."""
-        groups = self.optimizer.param_groups
+    def _found(self) -> dict[str, Any]:
         return {
             "a parameter": list(self.small),
-            "a state": [self.optimizer.state.get(small) or {} for small in self.small],
-            "a state that all parameters share": dict(self.optimizer.state),
+            "a state": [self._own["state"].get(small) or {} for small in self.small],
+            "a state that all parameters share": dict(self._own["state"]),
             **{
                 f"param_groups[{number}][{key!r}]": value
-                for number, group in enumerate(groups)
+                for number, group in enumerate(self._own["param_groups"])
                 for key, value in group.items()
                 if key != "params"
             },
-            **{f"its attribute {key!r}": self._by_number(value) for key, value in _attributes(self.optimizer).items()},
+            **{f"its attribute {key!r}": self._by_number(value) for key, value in _attributes(self._own).items()},
         }
 
 
-def _plain_values(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the plain attributes of an optimizer, then the plain options of each group."""
-    groups = optimizer.param_groups
-    options = [{key: value for key, value in group.items() if isinstance(value, PLAIN)} for group in groups]
-    return [plain_attributes(optimizer), *options]
-
-
-def _attributes(optimizer: Any) -> dict[str, Any]:
+def _attributes(own: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of an optimizer besides its parameters, states and hooks."""
     without = ("state", "param_groups", "step")
-    return {
-        key: value for key, value in vars(optimizer).items() if key not in without and not key.startswith("_optimizer_")
-    }
+    return {key: value for key, value in own.items() if key not in without and not key.startswith("_optimizer_")}

@@ -7,7 +7,7 @@ subgroup by subgroup. The optimizer's own code runs. Only its ``param_groups`` a
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from lightning_ssd.optimizer.step.copies import PLAIN, copied, same
 from lightning_ssd.optimizer.step.types import CoupledError, State
 
-__all__ = ["SubgroupStepper", "WholeStep", "plain_attributes", "put_back", "without_hooks"]
+__all__ = ["SubgroupStepper", "WholeStep", "with_attributes", "without_hooks"]
 
 T = TypeVar("T")
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
@@ -42,11 +42,11 @@ class WholeStep:
         self.shared = dict(shared)
         self._optimizer = optimizer
         self._closure = closure
-        self._before = plain_attributes(optimizer)
+        self._before = _plain_attributes(optimizer)
         self._changes: dict[Any, dict[Any, Any]] = {}
         self._returned: list[Any] = []
 
-    def call(self, step: Callable[..., Any], *, is_idle: bool) -> None:
+    def call(self, step: Callable[..., Any]) -> None:
         """Call the optimizer's step.
 
         Raises:
@@ -67,26 +67,23 @@ class WholeStep:
             other = self._returned[0]
             raise CoupledError(f"this optimizer's step returns {value!r} for some parameters and {other!r} for others")
         self._returned.append(value)
-        after = plain_attributes(self._optimizer)
+        after = _plain_attributes(self._optimizer)
         deleted = dict.fromkeys(self._before.keys() - vars(self._optimizer).keys(), _DELETED)
-        self.note("attributes", self._before, after | deleted, is_idle=is_idle)
+        self.note("attributes", self._before, after | deleted)
 
-    def note(self, place: Any, before: Mapping[Any, Any], after: Mapping[Any, Any], *, is_idle: bool = False) -> None:
+    def note(self, place: Any, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
         """Note the changes of one call.
 
         Args:
             place: "attributes", "shared states", or the number of a parameter group.
             before: values before the call.
             after: values after the call.
-            is_idle: no parameter of the call has a gradient, so that it may leave values unchanged which others change.
 
         Raises:
             ConfigError: earlier calls made other changes.
         """
         own = {k: v for k, v in after.items() if k not in ("params", "param_names")}
         changed = {k: v for k, v in own.items() if k not in before or not same(before[k], v)}
-        if is_idle and not changed:
-            return
         known = self._changes.setdefault(place, changed)
         if not same(known, changed):
             names = sorted(map(str, known.keys() | changed.keys()))
@@ -110,15 +107,23 @@ class WholeStep:
                 else:
                     target[key] = value
 
-    def result(self, default: Any) -> Any:
-        """Return the result of the calls; ``default`` if there was none."""
-        return self._returned[0] if self._returned else default
+    @property
+    def result(self) -> Any:
+        """The result of the calls."""
+        return self._returned[0]
 
     def _put_back(self) -> None:
-        put_back(self._optimizer, self._before)
+        """Restore the plain attributes of the optimizer, and delete new ones.
+
+        An attribute that is now an object stays, because it may hold values by parameter.
+        """
+        own = vars(self._optimizer)
+        for name in _plain_attributes(self._optimizer).keys() - self._before.keys():
+            del own[name]
+        own.update((k, v) for k, v in self._before.items() if k not in own or isinstance(own[k], PLAIN))
 
 
-def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
+def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's attributes that are numbers, texts or flags, except those that ``GradScaler`` sets."""
     return {
         name: value
@@ -127,22 +132,26 @@ def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def put_back(optimizer: Optimizer, before: Mapping[str, Any]) -> None:
-    """Restore the plain attributes of an optimizer, and delete new ones.
-
-    An attribute that is now an object stays, because it may hold values by parameter.
-    """
-    own = vars(optimizer)
-    for name in plain_attributes(optimizer).keys() - before.keys():
-        del own[name]
-    for name, value in before.items():
-        if name not in own or isinstance(own[name], PLAIN):
-            own[name] = value
-
-
 def without_hooks(method: Any) -> Any:
     """Return a method as its author wrote it, because PyTorch wraps the ``step`` of each class that has instances."""
     return method.__wrapped__ if getattr(method, "__code__", None) is _WRAPPER else method
+
+
+def with_attributes(owner: Any, values: Mapping[str, Any], call: Callable[[], T]) -> T:
+    """Replace attributes of an object's instance for a call. One that it does not have is ``None`` if interrupted.
+
+    This is no context manager, because an interrupt while one is entered or left would leave them replaced.
+    """
+    own = vars(owner)
+    before = {name: getattr(owner, name, None) for name in values}
+    of_class = values.keys() - own.keys()
+    try:
+        own.update(values)
+        return call()
+    finally:
+        own.update(before)  # one call into C: an interrupt comes behind it
+        for name in of_class:
+            own.pop(name, None)
 
 
 class SubgroupStepper:
@@ -168,16 +177,11 @@ class SubgroupStepper:
             ConfigError: that step calls the step of a base class, which would run hooks.
         """
         own = vars(self._optimizer)
-        hooks = own.get(_PRE_HOOKS)
-        others = own.get("_optimizer_step_post_hooks")
-        if hooks is None or not (hooks or others or _global_optimizer_pre_hooks or _global_optimizer_post_hooks):
+        has_hooks = own.get(_PRE_HOOKS) or own.get("_optimizer_step_post_hooks")
+        if _PRE_HOOKS not in own or not (has_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks):
             return self._step(self._optimizer, *closure)
-        nested = _NestedHooks()
-        try:
-            own[_PRE_HOOKS] = nested
-            return self._step(self._optimizer, *closure)
-        finally:
-            own[_PRE_HOOKS] = hooks  # without a call, at which an interrupt could come
+        nested = {_PRE_HOOKS: _NestedHooks()}
+        return with_attributes(self._optimizer, nested, lambda: self._step(self._optimizer, *closure))
 
     def run(
         self,
@@ -187,7 +191,7 @@ class SubgroupStepper:
         whole: WholeStep | None = None,
         *,
         owners: Sequence[torch.Tensor] | None = None,
-        idle: Collection[int] = (),
+        idle: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> list[State | None]:
         """Update tensors in place.
 
@@ -200,7 +204,8 @@ class SubgroupStepper:
             states: state of each tensor; ``None``: it has none. Tensors in them are updated in place or replaced.
             whole: the step that the call belongs to; ``None``: the optimizer changes only parameters and states.
             owners: the parameters that the tensors are slices or copies of; ``None``: the tensors are the parameters.
-            idle: groups without any gradient; if given, no tensor has one.
+            idle: parameters of the groups without any gradient, by the group's number. A plain step sees them, too, and
+                may count in their groups' options. One call of a step gets them.
 
         Returns:
             The states afterwards.
@@ -213,6 +218,8 @@ class SubgroupStepper:
         given = {index: [] for index in (groups if whole is None else range(len(originals)))}
         for tensor, index, owner in zip(tensors, groups, owners, strict=True):
             given[index].append((tensor, id(owner)))
+        for index, parameters in (idle or {}).items():
+            given[index] += [(parameter, id(parameter)) for parameter in parameters]
         mine = [self._lent(originals[index], theirs, whole) for index, theirs in given.items()]
         state: defaultdict[Any, Any] = defaultdict(dict)
         state.update((t, s) for t, s in zip(tensors, states, strict=True) if s is not None)
@@ -220,14 +227,16 @@ class SubgroupStepper:
             self.lend(mine, state, self.call)
             return [state.get(tensor) for tensor in tensors]
         state.update((key, copied(value, {})) for key, value in whole.shared.items())
-        self.lend(mine, state, lambda: whole.call(self.call, is_idle=bool(idle)))
-        for index in dict.fromkeys([*groups, *idle]):
+        self.lend(mine, state, lambda: whole.call(self.call))
+        for index in dict.fromkeys([*groups, *(idle or ())]):
             whole.note(index, originals[index], mine[index])
         result = [state.pop(tensor, None) for tensor in tensors]
-        if others := [key for key in state if isinstance(key, torch.Tensor)]:
+        seen = {id(parameter) for parameters in (idle or {}).values() for parameter in parameters}
+        if others := [key for key in state if isinstance(key, torch.Tensor) and id(key) not in seen]:
             found = sorted(map(repr, others))[:3]
             raise CoupledError(f"this optimizer keeps states for more than its parameters ({found}): it couples them")
-        whole.note("shared states", whole.shared, state, is_idle=bool(idle))
+        kept = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        whole.note("shared states", whole.shared, kept)
         return result
 
     def _lent(
@@ -244,30 +253,14 @@ class SubgroupStepper:
             lent["param_names"] = [names[owner] for _, owner in given if owner in names]
         return lent
 
-    def run_idle(self, groups: Collection[int], whole: WholeStep) -> None:
-        """Step the groups without a gradient, because a plain step also sees these, and may count in their options."""
-        if groups:
-            idle = [(p, number) for number in sorted(groups) for p in self._optimizer.param_groups[number]["params"]]
-            self.run([p for p, _ in idle], [number for _, number in idle], [None] * len(idle), whole, idle=groups)
-
     def lend(self, groups: list[dict[str, Any]] | None, state: Any, call: Callable[[], T]) -> T:
-        """Replace the optimizer's groups (``None``: keep its own) and states for a call.
-
-        This is no context manager, because an interrupt while one is entered or left would leave them replaced.
-        """
-        optimizer = self._optimizer
-        groups_before, state_before = optimizer.param_groups, optimizer.state
+        """Replace the optimizer's groups (``None``: keep its own) and states for a call."""
         try:
             self.is_lending = True
-            optimizer.state = state
-            if groups is not None:
-                optimizer.param_groups = groups
-            return call()
+            own_groups = {} if groups is None else {"param_groups": groups}
+            return with_attributes(self._optimizer, {"state": state, **own_groups}, call)
         finally:
             self.is_lending = False
-            optimizer.state = state_before
-            if groups is not None:
-                optimizer.param_groups = groups_before
 
 
 class _NestedHooks(OrderedDict[int, Any]):
