@@ -22,8 +22,8 @@ from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
 from lightning_ssd.scheduling.stalls import Stalls
-from lightning_ssd.tiers.base import Tier
 from lightning_ssd.tiers.streams import CopyEngine
+from lightning_ssd.tiers.tier import Tier
 from lightning_ssd.tiers.transfer_queue import Transfer
 
 __all__ = ["Fetcher"]
@@ -299,7 +299,8 @@ class Fetcher:
                     return True
                 if isinstance(record, SavedStorage) and record.can_be_evicted:
                     # Not a mark of now: this thread may be on a stream that has not waited for its producer.
-                    evicted += record.nbytes if record.queue_write(self._tier, record.produced) else 0
+                    SavedStorage.queue_writes([record], self._tier)
+                    evicted += record.nbytes
         return evicted > 0
 
     def _raise_if_failed(self, record: SavedStorage) -> None:

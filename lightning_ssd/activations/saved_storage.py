@@ -28,13 +28,13 @@ from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe
 from lightning_ssd.common.tensors import StorageKey, TensorSpec
 from lightning_ssd.errors import OffloaderClosedError
-from lightning_ssd.tiers.base import NoMemoryToReadError, StoredBytes, Tier, WriteRequest
+from lightning_ssd.tiers.base import NoMemoryToReadError, StoredBytes, WriteRequest
 from lightning_ssd.tiers.streams import PASSED, StreamEvent
+from lightning_ssd.tiers.tier import Tier
 from lightning_ssd.tiers.transfer_queue import Transfer
 
 if TYPE_CHECKING:
     from lightning_ssd.activations.saved_pass import SavedPass
-    from lightning_ssd.tiers.ssd import SsdTier
 
 __all__ = ["Lease", "SavedStorage", "SavedTensor", "TierCopy", "open_saved"]
 
@@ -171,41 +171,25 @@ class SavedStorage:
         self.produced = self.produced.again()
         return True
 
-    def queue_write(self, tier: Tier, after: StreamEvent) -> bool:
-        """KEPT -> QUEUED. Returns False, with nothing changed, when the tier has no room."""
-        self.tier, self.is_on_host = tier, tier.name == "host"
-        # After an interrupt it may be in the queue: it stays, and no other tier gets it.
-        queued, otherwise = False, State.TAKEN_BACK
-        try:
-            self.state = State.QUEUED
-            self.accounting.writes.add(self)
-            queued = tier.write(self, self.nbytes, after, label=f"saved storage {self.index}")
-            if not queued:
-                self.tier, self.is_on_host, otherwise = None, False, State.KEPT
-        finally:
-            if not queued:
-                self.state = otherwise
-                self._write_gone()
-        return queued
-
     @staticmethod
-    def queue_writes(records: Sequence[SavedStorage], tier: SsdTier) -> None:
-        """KEPT -> QUEUED, in one job of the tier."""
+    def queue_writes(records: Sequence[SavedStorage], tier: Tier) -> None:
+        """KEPT -> QUEUED, in one job of the tier. Where the tier has no room nothing changes."""
         # After an interrupt they may be in the queue: they stay, and no other tier gets them.
-        queued = False
+        stay, state = records, State.TAKEN_BACK
         try:
             for record in records:
-                record.tier, record.state = tier, State.QUEUED
+                record.tier, record.is_on_host, record.state = tier, tier.name == "host", State.QUEUED
                 record.accounting.writes.add(record)
-            tier.write_all(
+            have_room = tier.write_all(
                 [WriteRequest(one, one.nbytes, one.produced, f"saved storage {one.index}") for one in records]
             )
-            queued = True
+            stay, state = [one for one, has_room in zip(records, have_room, strict=True) if not has_room], State.KEPT
         finally:
-            if not queued:
-                for record in records:
-                    record.state = State.TAKEN_BACK
-                    record._write_gone()
+            for record in stay:
+                if state is State.KEPT:
+                    record.tier, record.is_on_host = None, False
+                record.state = state
+                record._write_gone()
 
     def _write_gone(self) -> None:
         """Our write has ended or is no longer wanted; a worker may tell of the end of one that was taken back."""

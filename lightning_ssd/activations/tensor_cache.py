@@ -64,9 +64,9 @@ from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OffloadStats, SavedBytes
 from lightning_ssd.telemetry.step_record import StepRecorder
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
-from lightning_ssd.tiers.base import Tier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import PASSED, CopyEngine, StreamEvent
+from lightning_ssd.tiers.tier import Tier
 
 __all__ = ["TensorCache", "Tiers"]
 
@@ -414,11 +414,11 @@ class TensorCache:
             stats = self.accounting.counters.snapshot()
         if (ssd := self._tiers.ssd) is None:
             return stats
-        write_busy_s, read_busy_s = ssd.busy_s
+        progress = ssd.progress()
         return stats + OffloadStats(
             disk_bytes=ssd.disk_bytes,
-            write_busy_s=write_busy_s,
-            read_busy_s=read_busy_s,
+            write_busy_s=progress.write_busy_s,
+            read_busy_s=progress.read_busy_s,
             failures=ssd.num_retries,
             fallbacks=ssd.num_retries,
         )
@@ -751,14 +751,12 @@ class TensorCache:
             self._group.drop()
             return
         self.fetcher.note_given()  # what is in use stays
-        ssd, host, to_drives, largest_bytes = self._tiers.ssd, self._tiers.host, [], 0
-        for record, placement in self._group.taken():
-            if placement is Placement.HOST and host is not None and record.queue_write(host, record.produced):
-                continue
-            to_drives.append(record)
-            largest_bytes = max(largest_bytes, record.nbytes)
+        ssd, host, group = self._tiers.ssd, self._tiers.host, list(self._group.taken())
+        if host is not None:
+            SavedStorage.queue_writes([record for record, place in group if place is Placement.HOST], host)
+        to_drives = [record for record, _ in group if record.state is State.KEPT]
         if ssd is not None and to_drives:
-            self.budget.observe(largest_bytes, self.accounting.most_saved_bytes)
+            self.budget.observe(max(record.nbytes for record in to_drives), self.accounting.most_saved_bytes)
             SavedStorage.queue_writes(to_drives, ssd)
 
     def _admit(self, current: SavedPass, nbytes: int) -> Latch | None:

@@ -23,9 +23,10 @@ from lightning_ssd.common.tensors import StorageKey, TensorSpec, holders, storag
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError, forget_frames
 from lightning_ssd.parameters.guard.guard import Door, forget_door, guard, own_class
-from lightning_ssd.tiers.base import StoredBytes, Tier
+from lightning_ssd.tiers.base import StoredBytes
 from lightning_ssd.tiers.copy_paths import storage_bytes
 from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
+from lightning_ssd.tiers.tier import Tier
 
 __all__ = ["DeviceMemory"]
 

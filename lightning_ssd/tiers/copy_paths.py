@@ -1,17 +1,19 @@
-"""How the bytes of one storage get between its memory and a file: three ways, one contract.
+"""How the bytes of one storage get between its memory and a tier: four ways, one contract.
 
 * :class:`HostMover`: CPU memory, no copy. The aligned body goes straight from the tensor; the unaligned edges, less
   than a block each, stay in memory, and the reload gets memory of the same alignment.
 * :class:`StagedMover`: device memory through staging buffers and streams of our own (``tiers/streams.py``).
 * :class:`DeviceMover`: device memory that the backend moves by itself (GPUDirect Storage).
+* :class:`ArenaMover`: memory of any device to host memory and back, where the others go to a file.
 """
 
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -21,11 +23,13 @@ from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.storage.backend import Backend
-from lightning_ssd.storage.spill_file import Arena
+from lightning_ssd.storage.spill_file import Arena, Extent
 from lightning_ssd.tiers.checksum import checksum
-from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
+from lightning_ssd.tiers.host_arena import HostArena
+from lightning_ssd.tiers.streams import CopyEngine, HostCopies, StreamEvent
 
 __all__ = [
+    "ArenaMover",
     "DeviceMover",
     "Edges",
     "HostMover",
@@ -54,37 +58,64 @@ _NO_EDGES = Edges(b"", b"")
 
 
 class Piece(NamedTuple):
-    """One chunk: ``nbytes`` bytes at ``start`` of the storage, at ``offset`` of the arena's file."""
+    """One chunk: ``nbytes`` bytes at ``start`` of the storage, at ``offset`` of the arena."""
 
+    storage: torch.UntypedStorage
     start: int
     nbytes: int
     arena: Arena
     offset: int
+    after: StreamEvent | None
+    """When this has passed, the storage may be read from or written to."""
+
+    @property
+    def memory(self) -> Region:
+        """Where its bytes are in the storage, for those that reach them without a stream."""
+        return Region(self.storage.data_ptr() + self.start, self.nbytes)
 
 
-class Loaded(Protocol):
+class Loaded(NamedTuple):
     """One piece that has been read, on its way into a storage."""
 
-    def bring_in(self) -> StreamEvent | None:
-        """Called once. Return the mark after which the bytes are there; ``None``: they are."""
+    bring_in: Callable[[], StreamEvent | None]
+    """Called once. Returns the mark after which the bytes are there; ``None``: they are."""
+    release: Callable[[], None]
+    """Called once, when the mark has passed or nothing was brought in: the memory that it was read into is free."""
 
-    def release(self) -> None:
-        """Called once, when the mark has passed or nothing was brought in: the memory that it was read into is free."""
+
+def _nothing() -> None:
+    """It was read to where it belongs."""
 
 
-class Mover(Protocol):
-    """The contract of the three ways. ``store`` and ``load`` block and run in workers."""
+_HERE = Loaded(_nothing, _nothing)
 
-    allocates_anywhere: bool
+
+class Mover(ABC):
+    """How bytes get between a storage and a tier. ``store`` and ``load`` block and run in workers.
+
+    Args:
+        copies: between the storage's device and the host.
+    """
+
+    allocates_anywhere = False
     """Whether a worker may call ``allocate``, because no stream is asked."""
+    outlasts = False
+    """Whether a read is but copies, and goes on until the last of them has passed."""
+    uses_no_stream = False
+    """Whether ``load`` may be called only when ``after`` has passed."""
+
+    def __init__(self, copies: CopyEngine) -> None:
+        self.copies = copies
+        self.lost: list[object] = []
+        """Memory that a copy may still use, because waiting for it has failed. Held for good."""
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
-        """Copy the bytes that do not go to the file."""
+        """Copy the bytes that do not go to the tier."""
+        return _NO_EDGES
 
-    def store(
-        self, storage: torch.UntypedStorage, piece: Piece, after: StreamEvent | None, *, check: bool
-    ) -> int | None:
-        """Write one piece, once ``after`` has passed. Return its checksum where ``check`` asks for one."""
+    @abstractmethod
+    def store(self, piece: Piece, *, check: bool) -> int | None:
+        """Write one piece. Return its checksum where ``check`` asks for one."""
 
     def allocate(
         self, nbytes: int, edges: Edges, device: torch.device
@@ -92,36 +123,16 @@ class Mover(Protocol):
         """Memory for a read whose caller brings none, from the consuming thread and stream; its mark guards its earlier
         user.
         """
+        storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        return storage, self.copies.mark()
 
-    def load(
-        self,
-        storage: torch.UntypedStorage,
-        piece: Piece,
-        after: StreamEvent | None,
-        expected: int | None,
-        wait: Callable[[StreamEvent], None],
-    ) -> Loaded | None:
-        """Read one piece; ``None`` if it has not the expected checksum.
-
-        ``wait`` blocks until the device has got to a mark; the time that it takes is not the drive's.
-        """
+    @abstractmethod
+    def load(self, piece: Piece, expected: int | None) -> Loaded | None:
+        """Read one piece; ``None`` if it has not the expected checksum."""
 
 
-class _Here:
-    """It was read to where it belongs."""
-
-    def bring_in(self) -> None:
-        """Nothing moves any more."""
-
-    def release(self) -> None:
-        """There is no other memory."""
-
-
-_HERE = _Here()
-
-
-class HostMover:
-    """CPU memory, without a copy.
+class HostMover(Mover):
+    """CPU memory to a file, without a copy.
 
     Args:
         backend: moves aligned bodies.
@@ -133,6 +144,7 @@ class HostMover:
     allocates_anywhere = True
 
     def __init__(self, backend: Backend, reload: ReloadPool | None) -> None:
+        super().__init__(HostCopies())
         self._backend = backend
         self._reload = reload
 
@@ -148,12 +160,9 @@ class HostMover:
         tail = (nbytes - head) % self._backend.block_bytes
         return Edges(ctypes.string_at(address, head), ctypes.string_at(address + nbytes - tail, tail))
 
-    def store(
-        self, storage: torch.UntypedStorage, piece: Piece, after: StreamEvent | None, *, check: bool
-    ) -> int | None:
-        region = Region(storage.data_ptr() + piece.start, piece.nbytes)
-        self._backend.write(piece.arena, region, piece.offset)
-        return checksum(region) if check else None
+    def store(self, piece: Piece, *, check: bool) -> int | None:
+        self._backend.write(piece.arena, piece.memory, piece.offset)
+        return checksum(piece.memory) if check else None
 
     def allocate(
         self, nbytes: int, edges: Edges, device: torch.device
@@ -163,21 +172,60 @@ class HostMover:
         alignment = self._alignment
         return self._reload.take(nbytes, -len(edges.head) % alignment, alignment), None
 
-    def load(
-        self,
-        storage: torch.UntypedStorage,
-        piece: Piece,
-        after: StreamEvent | None,
-        expected: int | None,
-        wait: Callable[[StreamEvent], None],
-    ) -> Loaded | None:
-        region = Region(storage.data_ptr() + piece.start, piece.nbytes)
-        self._backend.read(piece.arena, region, piece.offset)
-        return _HERE if expected is None or checksum(region) == expected else None
+    def load(self, piece: Piece, expected: int | None) -> Loaded | None:
+        self._backend.read(piece.arena, piece.memory, piece.offset)
+        return _HERE if expected is None or checksum(piece.memory) == expected else None
 
 
-class StagedMover:
-    """Device memory through (pinned) staging buffers: copy, mark, wait, write; read, copy, mark.
+class _CopyingMover(Mover):
+    """Through host memory of ours: copy, mark, wait; copy, mark."""
+
+    @abstractmethod
+    def _lend(self, piece: Piece, writer: torch.device | None = None) -> AbstractContextManager[Region]:
+        """Return host memory for one piece, ready for ``writer`` to fill."""
+
+    def _put(self, region: Region, piece: Piece) -> None:
+        """Write host memory to where it is to wait, unless that is where it is."""
+
+    def _get(self, region: Region, piece: Piece) -> None:
+        """Read host memory from where it waits."""
+
+    def store(self, piece: Piece, *, check: bool) -> int | None:
+        with ExitStack() as stack:
+            region = stack.enter_context(self._lend(piece, piece.storage.device))
+            mark = self.copies.copy_out(
+                host_bytes(region.address, piece.nbytes),
+                storage_bytes(piece.storage, piece.start, piece.nbytes),
+                piece.after or self.copies.mark(),
+            )
+            try:
+                mark.synchronize()  # before it is written to a file, and before the owner lets go of the tensor
+            except BaseException:
+                self.lost.extend((piece.storage, stack.pop_all()))
+                raise
+            self._put(region, piece)
+            return checksum(Region(region.address, piece.nbytes)) if check else None
+
+    def load(self, piece: Piece, expected: int | None) -> Loaded | None:
+        with ExitStack() as stack:
+            region = stack.enter_context(self._lend(piece))
+            self._get(region, piece)
+            if expected is not None and checksum(Region(region.address, piece.nbytes)) != expected:
+                return None
+            target = storage_bytes(piece.storage, piece.start, piece.nbytes)
+            source = host_bytes(region.address, piece.nbytes)
+
+            def bring_in() -> StreamEvent:
+                return self.copies.copy_in(target, source, piece.after or self.copies.mark())
+
+            if self.copies.is_asynchronous:
+                return Loaded(bring_in, stack.pop_all().close)
+            bring_in()  # here, where the workers that share a storage do so side by side
+            return _HERE
+
+
+class StagedMover(_CopyingMover):
+    """Device memory to a file, through (pinned) staging buffers.
 
     Args:
         backend: moves the staging buffers, which are aligned and whole blocks long.
@@ -185,117 +233,57 @@ class StagedMover:
         copies: the streams.
     """
 
-    allocates_anywhere = False
-
     def __init__(self, backend: Backend, staging: StagingPool, copies: CopyEngine) -> None:
+        super().__init__(copies)
         self._backend = backend
         self._staging = staging
-        self._copies = copies
 
-    def edges(self, storage: torch.UntypedStorage) -> Edges:
-        return _NO_EDGES
+    def _lend(self, piece: Piece, writer: torch.device | None = None) -> AbstractContextManager[Region]:
+        return self._staging.lease(round_up(piece.nbytes, self._backend.block_bytes))
 
-    def store(
-        self, storage: torch.UntypedStorage, piece: Piece, after: StreamEvent | None, *, check: bool
-    ) -> int | None:
-        with self._staging.lease(self._padded(piece)) as region:
-            mark = self._copies.copy_out(
-                host_bytes(region.address, piece.nbytes),
-                storage_bytes(storage, piece.start, piece.nbytes),
-                after or self._copies.mark(),
-            )
-            mark.synchronize()  # the file must not get the buffer before the copy has filled it
-            self._backend.write(piece.arena, region, piece.offset)
-            return checksum(Region(region.address, piece.nbytes)) if check else None
+    def _put(self, region: Region, piece: Piece) -> None:
+        self._backend.write(piece.arena, region, piece.offset)
 
-    def allocate(
-        self, nbytes: int, edges: Edges, device: torch.device
-    ) -> tuple[torch.UntypedStorage, StreamEvent | None]:
-        storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        return storage, self._copies.mark()
-
-    def load(
-        self,
-        storage: torch.UntypedStorage,
-        piece: Piece,
-        after: StreamEvent | None,
-        expected: int | None,
-        wait: Callable[[StreamEvent], None],
-    ) -> Loaded | None:
-        with ExitStack() as stack:
-            region = stack.enter_context(self._staging.lease(self._padded(piece)))
-            self._backend.read(piece.arena, region, piece.offset)
-            if expected is not None and checksum(Region(region.address, piece.nbytes)) != expected:
-                return None
-            target = storage_bytes(storage, piece.start, piece.nbytes)
-            source = host_bytes(region.address, piece.nbytes)
-            return _Staged(self._copies, target, source, after, stack.pop_all())
-
-    def _padded(self, piece: Piece) -> int:
-        return round_up(piece.nbytes, self._backend.block_bytes)
+    def _get(self, region: Region, piece: Piece) -> None:
+        self._backend.read(piece.arena, region, piece.offset)
 
 
-class _Staged:
-    """In a staging buffer, which goes back to its pool when the copy has left it."""
+class ArenaMover(_CopyingMover):
+    """Memory of any device to host memory of ours, where it waits; no file is behind it.
 
-    def __init__(
-        self,
-        copies: CopyEngine,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        after: StreamEvent | None,
-        lease: ExitStack,
-    ) -> None:
-        self._copies = copies
-        self._target = target
-        self._source = source
-        self._after = after
-        self._lease = lease
+    Args:
+        arena: the host memory.
+        copies: the streams.
+    """
 
-    def bring_in(self) -> StreamEvent:
-        return self._copies.copy_in(self._target, self._source, self._after or self._copies.mark())
+    def __init__(self, arena: HostArena, copies: CopyEngine) -> None:
+        super().__init__(copies)
+        self.outlasts = copies.is_asynchronous
+        self._arena = arena
 
-    def release(self) -> None:
-        self._lease.close()
+    def _lend(self, piece: Piece, writer: torch.device | None = None) -> AbstractContextManager[Region]:
+        if writer is not None:
+            self._arena.prepare(Extent(piece.offset, piece.nbytes), writer)
+        return nullcontext(self._arena.region(piece.offset, piece.nbytes))
 
 
-class DeviceMover:
+class DeviceMover(Mover):
     """Device memory that the backend reaches by itself. Checksums need the bytes on the host: use StagedMover."""
 
-    allocates_anywhere = False
+    uses_no_stream = True
 
     def __init__(self, backend: Backend, copies: CopyEngine) -> None:
+        super().__init__(copies)
         self._backend = backend
-        self._copies = copies
 
-    def edges(self, storage: torch.UntypedStorage) -> Edges:
-        return _NO_EDGES
-
-    def store(
-        self, storage: torch.UntypedStorage, piece: Piece, after: StreamEvent | None, *, check: bool
-    ) -> int | None:
-        if after is not None:
-            after.synchronize()  # the drive reads device memory outside of any stream
-        self._backend.write(piece.arena, Region(storage.data_ptr() + piece.start, piece.nbytes), piece.offset)
+    def store(self, piece: Piece, *, check: bool) -> int | None:
+        if piece.after is not None:
+            piece.after.synchronize()
+        self._backend.write(piece.arena, piece.memory, piece.offset)
         return None
 
-    def allocate(
-        self, nbytes: int, edges: Edges, device: torch.device
-    ) -> tuple[torch.UntypedStorage, StreamEvent | None]:
-        storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        return storage, self._copies.mark()
-
-    def load(
-        self,
-        storage: torch.UntypedStorage,
-        piece: Piece,
-        after: StreamEvent | None,
-        expected: int | None,
-        wait: Callable[[StreamEvent], None],
-    ) -> Loaded | None:
-        if after is not None:
-            wait(after)  # kernels queued earlier may still use this memory under its former owner
-        self._backend.read(piece.arena, Region(storage.data_ptr() + piece.start, piece.nbytes), piece.offset)
+    def load(self, piece: Piece, expected: int | None) -> Loaded | None:
+        self._backend.read(piece.arena, piece.memory, piece.offset)
         return _HERE
 
 

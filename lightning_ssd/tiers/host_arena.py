@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from lightning_ssd.common.rounding import round_up
+from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
@@ -132,6 +133,14 @@ class HostArena:
                     break  # extents fill the lowest places first: slabs above will be wanted later
                 self._lock_slab(start, ends[self._num_pinned] - start, device)
         self._say()
+
+    def region(self, offset: int, nbytes: int) -> Region:
+        """Return the memory of ``nbytes`` bytes at ``offset``.
+
+        Raises:
+            OffloaderClosedError: after close.
+        """
+        return Region(self._opened().address + offset, nbytes)
 
     def pieces(self, extent: Extent, nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Cut the first ``nbytes`` bytes of an extent into (start within it, address, length).

@@ -1,7 +1,7 @@
 """One move in flight, and the worker threads that carry moves out.
 
 A :class:`Transfer` is cut into chunks, so that several workers share a large one and an urgent one overtakes at
-chunk borders. The queue knows nothing of tensors or files; ``tiers/ssd.py`` says what a chunk does.
+chunk borders. The queue knows nothing of tensors or files; ``tiers/jobs.py`` says what a chunk does.
 
 A lane is one drive, with workers of its own. A chunk that may use any drive is taken by the first worker that is free,
 so that each drive gets as much as it can move, whatever its speed. A chunk that needs one drive waits for its workers.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -26,11 +27,15 @@ from lightning_ssd.errors import OffloaderClosedError, StorageError, copy_of, fo
 from lightning_ssd.telemetry.events import Direction, EventLog, TransferEvent
 from lightning_ssd.tiers.read_priority import UrgentGate, patience_s
 
-__all__ = ["Chunk", "Transfer", "TransferQueue"]
+__all__ = ["Chunk", "Settle", "Transfer", "TransferQueue"]
 
-Chunk = Callable[[], Callable[[], None] | None]
+_log = logging.getLogger(__name__)
+
+Settle = Callable[[], BaseException | None]
+"""Waits for what still goes on in the device, and returns what went wrong there. Must not raise."""
+Chunk = Callable[[], Settle | None]
 """Part of a move. What it returns, if anything, the same worker calls when the part counts as done (and the move, if it
-was the last part): it waits for what still goes on in the device, and must not raise."""
+was the last part)."""
 _T = TypeVar("_T")
 _PATIENCE_S = 60.0
 
@@ -46,8 +51,7 @@ class Transfer(ABC):
     failed_nbytes = 0
     """Bytes of parts that have failed, of which their owners know."""
     outlasts = False
-    """Whether bytes may still move on the device when the move has ended for those who wait: :meth:`settle` is called
-    then, and the move's event and the busy time go on until it returns."""
+    """Whether the move's event goes on, as its busy time does, until the device is done with the last chunk."""
 
     def __init__(self, direction: Direction, nbytes: int, *, urgent: bool = False) -> None:
         self.direction: Direction = direction
@@ -84,23 +88,22 @@ class Transfer(ABC):
         """Return the drives that have moved it, each with its bytes; asked at the end."""
         return [(None, self.nbytes)]
 
-    def settle(self) -> BaseException | None:
-        """Where :attr:`outlasts`: called after the end; block until nothing moves any more. Return what went wrong."""
-        return None
-
     @contextmanager
     def not_busy(self, *, has_begun: bool = False) -> Iterator[None]:
         """Around a worker's wait for something other than the move itself (the producer, say).
 
         It is no busy time; nor, the first time and unless bytes have moved (``has_begun``), part of the move's event.
         """
-        if self._queue is None:
+        queue = self._queue
+        if queue is None:
             raise RuntimeError("not_busy() is for methods that a worker calls; submit the transfer first")
-        self._queue._pause()
+        with queue._lock:
+            queue._count_busy(-1)
         try:
             yield
         finally:
-            self._queue._resume()
+            with queue._lock:
+                queue._count_busy(1)
             if not self._has_waited and not has_begun:
                 self._has_waited = True
                 self.start_s = time.perf_counter()
@@ -147,6 +150,7 @@ class TransferQueue:
         yields_to: UrgentGate | None = None,
     ) -> None:
         self._events = events
+        self._direction = direction
         self._tier = tier
         self._announces = announces
         self._yields_to = yields_to
@@ -191,10 +195,9 @@ class TransferQueue:
             if self._closed:
                 raise OffloaderClosedError("a transfer was submitted after the offloader was closed; open it again")
             transfer._queue = self
-            transfer._seq = seq = next(self._seq)
-            for tokens in self._tokens:
-                tokens.put(None)
-            heapq.heappush(self._heaps[None], (0 if transfer.urgent else 1, seq, transfer))
+            transfer._seq = next(self._seq)
+            self._wake(None)
+            self._push(transfer, None)
             if transfer.urgent:
                 self._announce(transfer)
 
@@ -236,7 +239,8 @@ class TransferQueue:
         """Finish what is under way, discard what has not begun, join the workers. Idempotent.
 
         Raises:
-            BaseException: as :meth:`wait_idle`, once everything is done, unless that has told it.
+            BaseException: as :meth:`wait_idle`, once everything is done, unless that has told it; or what failed on the
+                device after it had been handed over.
             StorageError: a drive has not answered for a minute. Its thread is left to itself.
         """
         with self._lock:
@@ -385,14 +389,6 @@ class TransferQueue:
             if self._num_active == 0 and not self._has_any_work():
                 self._idle.tell()
 
-    def _pause(self) -> None:
-        with self._lock:
-            self._count_busy(-1)
-
-    def _resume(self) -> None:
-        with self._lock:
-            self._count_busy(1)
-
     def _count_busy(self, change: int) -> None:
         """With the lock held: one worker more or less is busy."""
         now_s = time.perf_counter()
@@ -446,24 +442,40 @@ class TransferQueue:
             transfer._num_unfinished -= 1
             last = transfer._num_unfinished == 0
         if last:
-            self._end(transfer, transfer.error)
-        if settle is not None:
-            settle()
+            self._end(transfer, transfer.error, settle)
+        elif settle is not None:
+            self._settle(transfer, settle)
 
-    def _end(self, transfer: Transfer, error: BaseException | None) -> None:
+    def _end(self, transfer: Transfer, error: BaseException | None, settle: Settle | None = None) -> None:
         transfer.error = error
         if error is None:
             with self._lock:
                 self._moved_bytes += transfer.nbytes
-        if not transfer.outlasts:
+        outlasts = transfer.outlasts and settle is not None
+        if not outlasts:
             self._record(transfer, error)
         _, fault = _attempt(partial(transfer.finish, error))
         if fault is not None:
             self._keep_fault(transfer, fault)
         self._let_go(transfer)
-        if transfer.outlasts:
-            late_error = transfer.settle()
+        late_error = None if settle is None else self._settle(transfer, settle)
+        if outlasts:
             self._record(transfer, error or late_error)
+
+    def _settle(self, transfer: Transfer, settle: Settle) -> BaseException | None:
+        """Wait for the device; return what failed there. It fails the move, or, where that has ended, is kept."""
+        error = settle()
+        if error is None:
+            return None
+        with self._lock:
+            has_ended = not transfer._num_unfinished
+            if has_ended:
+                self._fault = self._fault or error
+            else:
+                transfer.error = transfer.error or error
+        if has_ended:
+            _log.error("a %s of the %s tier failed after it was handed over: %s", self._direction, self._tier, error)
+        return error
 
     def _record(self, transfer: Transfer, error: BaseException | None) -> None:
         moved = [(drive, nbytes, error is not None) for drive, nbytes in transfer.shares()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def test_a_write_is_wanted_until_it_is_taken_back_or_nobody_can_ask_again() -> N
         tensor, tier = torch.arange(16.0), _Roomy()
         record = record_of(tensor)
         with record.accounting.lock:
-            assert record.queue_write(tier, None)  # type: ignore[arg-type]
+            SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
         assert record.write_begins() is not None
         assert record.is_wanted()
         if is_freed:
@@ -149,8 +149,8 @@ class _Roomy:
     name = "ssd"
     freed = 0
 
-    def write(self, *args: object, **kwargs: object) -> bool:
-        return True
+    def write_all(self, requests: Sequence[object]) -> list[bool]:
+        return [True] * len(requests)
 
     def read(self, *args: object, **kwargs: object) -> object:
         return object()
@@ -164,7 +164,7 @@ def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
     tensor, tier = torch.arange(16.0), _Roomy()
     record = record_of(tensor, _Interrupted)
     with record.accounting.lock:
-        assert record.queue_write(tier, None)  # type: ignore[arg-type]
+        SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
     taken: list[bool] = []
     record.meanwhile = lambda: taken.append(record.forward())  # type: ignore[attr-defined]
     storage = record.write_begins()
@@ -186,7 +186,7 @@ def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error: OSError |
     """Else another storage would be written there, and read in its place."""
     record, tier = record_of(torch.arange(16.0)), _Roomy()
     with record.accounting.lock:
-        assert record.queue_write(tier, None)  # type: ignore[arg-type]
+        SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
     storage = record.write_begins()
     record.write_ended(_Stored(), None)
     assert record.state in AWAY
@@ -203,14 +203,14 @@ def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier() -> N
     """Its worker would begin the write that the other tier was asked for, and fill in where its own bytes are."""
 
     class Interrupted(_Roomy):
-        def write(self, *args: object, **kwargs: object) -> bool:
+        def write_all(self, requests: Sequence[object]) -> list[bool]:
             raise KeyboardInterrupt
 
     record = record_of(torch.arange(16.0))
     with record.accounting.lock:
         assert record.can_be_evicted
         with pytest.raises(KeyboardInterrupt):
-            record.queue_write(Interrupted(), None)  # type: ignore[arg-type]
+            SavedStorage.queue_writes([record], Interrupted())  # type: ignore[arg-type]
         assert not record.can_be_evicted
     assert record.write_begins() is None
     record.write_ended(None, None)
@@ -245,7 +245,7 @@ def test_the_state_alone_tells_what_there_is(seed: int) -> None:
         else:
             with accounting.lock:
                 if event == "send" and record.can_be_evicted:
-                    record.queue_write(tier, None)  # type: ignore[arg-type]
+                    SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
                 elif event == "forward" and dice.random() < 0.3:
                     assert record.forward() is (record.state in READY)
                 elif event == "read" and record.state in AWAY:
@@ -274,7 +274,7 @@ def test_a_death_runs_no_python_and_is_noted_all_the_same() -> None:
     tier = _Roomy()
     record = record_of(torch.arange(16.0))
     with record.accounting.lock:
-        assert record.queue_write(tier, None)  # type: ignore[arg-type]
+        SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
     assert record.write_begins() is not None
     record.write_ended(_Stored(), None)
     assert record.state in AWAY
@@ -359,7 +359,8 @@ def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: Ssd
     record = record_of(tensor)
     accounting = record.accounting
     with accounting.lock:
-        assert record.queue_write(tier, mark)
+        record.produced = mark  # type: ignore[assignment]
+        SavedStorage.queue_writes([record], tier)
         assert len(accounting.writes) == 1
     assert mark.asked.wait(PATIENCE_S)
     with accounting.lock:

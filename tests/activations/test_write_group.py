@@ -98,6 +98,31 @@ def test_the_last_ones_of_a_forward_leave(ends: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("all_moves")
+def test_host_memory_gets_a_group_as_far_as_it_has_room_and_drives_the_rest(tmp_path: Path) -> None:
+    policy = OffloadPolicy(activations="offload", min_tensor_bytes=1)
+    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True, host_memory=5 * NBYTES)
+    with Offloader(policy=policy, hardware=hardware) as offloader:
+        offloader._cache.accounting.most_saved_bytes = 1 << 40
+        x = torch.rand(SIDE, SIDE).requires_grad_()
+        expected = x.detach().clone().requires_grad_()
+        with offloader.saved_tensors():
+            y = x * 1
+            for _ in range(16):
+                y = y.sin()
+        offloader.flush()
+        stats = offloader.stats
+        assert (stats.bytes_host, stats.bytes_kept) == (5 * NBYTES, 0)
+        assert stats.bytes_written > 0
+        y.sum().backward()
+        offloader.end_backward()
+        z = expected * 1
+        for _ in range(16):
+            z = z.sin()
+        z.sum().backward()
+        assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("all_moves")
 def test_an_edit_after_it_was_saved_is_an_error(tmp_path: Path) -> None:
     with open_offloader(tmp_path, EAGER) as offloader:
         x = torch.rand(SIDE, SIDE).requires_grad_()

@@ -20,12 +20,13 @@ from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.base import StoredBytes, Tier
+from lightning_ssd.tiers.base import StoredBytes
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import StagedMover
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import StreamEvent
+from lightning_ssd.tiers.tier import Tier
 from tests.support.helpers import assert_identical
 from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S

@@ -20,15 +20,15 @@ from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers import host as host_tier
-from lightning_ssd.tiers import ssd
-from lightning_ssd.tiers.base import StoredBytes, Tier
+from lightning_ssd.tiers import jobs
+from lightning_ssd.tiers.base import StoredBytes
 from lightning_ssd.tiers.checksum import Sampler
-from lightning_ssd.tiers.copy_paths import DeviceMover, StagedMover
+from lightning_ssd.tiers.copy_paths import ArenaMover, DeviceMover, StagedMover
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
+from lightning_ssd.tiers.tier import Tier
 from tests.storage.test_pretended import Passed, offloader
-from tests.support.owners import Owner, as_bytes, random_storage
+from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S
 from tests.support.pretended import PretendedDevice, PretendedMark
 from tests.support.pretended_training import DriveOfDevice, pretended_device
@@ -50,14 +50,14 @@ def device() -> Iterator[PretendedDevice]:
 @contextmanager
 def held_copies() -> Iterator[None]:
     """Workers wait for no copy of what they have read, and let go of nothing, until the end."""
-    may_settle, settle = threading.Event(), ssd._Read._settle
+    may_settle, settle = threading.Event(), jobs.Read._settle
 
-    def late(read: Any, *args: Any) -> None:
+    def late(read: Any, *args: Any) -> Any:
         assert may_settle.wait(PATIENCE_S)
-        settle(read, *args)
+        return settle(read, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssd._Read, "_settle", late)
+        patch.setattr(jobs.Read, "_settle", late)
         yield
         may_settle.set()
 
@@ -213,22 +213,6 @@ def through_host_memory(directory: Path, device: PretendedDevice) -> None:
     )
 
 
-def host_by_turns(directory: Path, device: PretendedDevice) -> None:
-    """As with a drive: one of two workers is late to tell of the copy that it has queued first."""
-    make_late(device)
-    tier = HostTier(8 << 20, device, pin=False, events=EventLog(), chunk_bytes=64 << 10)
-    owner = Owner(random_storage(128 << 10))
-    assert tier.write(owner, 128 << 10, device.mark(), label="a storage")
-    owner.wait()
-    tier.read(owner, owner.place, CPU, urgent=False)
-    owner.wait()
-    assert owner.mark is not None
-    assert owner.reloaded is not None
-    device.wait_on_current_stream(owner.mark)
-    as_bytes(owner.reloaded).add(1)
-    tier.close()
-
-
 def past_the_host(directory: Path, device: PretendedDevice) -> None:
     """As with GPUDirect Storage: the drive reads and writes memory of the device, outside of any stream."""
     backend = DriveOfDevice(PosixBackend([directory], direct=False), device)
@@ -246,7 +230,6 @@ SCENARIOS: dict[str, Scenario] = {
     "dropped": dropped_and_found,
     "unused": read_for_nobody,
     "host": through_host_memory,
-    "host turns": host_by_turns,
     "direct": past_the_host,
 }
 
@@ -273,29 +256,25 @@ def without_mark_taken_again(patch: pytest.MonkeyPatch, device: PretendedDevice)
 
 def without_mark_of_last_copy(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
     """That of the first one is handed over."""
-    bring = ssd._Read._bring
+    bring = jobs.Read._bring
 
     def first(read: Any, *args: Any) -> Any:
         before, settle = read._mark, bring(read, *args)
         read._mark = before or read._mark
         return settle
 
-    patch.setattr(ssd._Read, "_bring", first)
+    patch.setattr(jobs.Read, "_bring", first)
 
 
-def unordered(reads: Any) -> Remove:
+def unordered(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
     """The last one to tell of its copy need not be the last one to queue it."""
+    init = jobs.Read.__init__
 
-    def remove(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
-        init = reads.__init__
+    def without(read: Any, *args: Any, **kwargs: Any) -> None:
+        init(read, *args, **kwargs)
+        read._order = nullcontext()
 
-        def without(read: Any, *args: Any, **kwargs: Any) -> None:
-            init(read, *args, **kwargs)
-            read._order = nullcontext()
-
-        patch.setattr(reads, "__init__", without)
-
-    return remove
+    patch.setattr(jobs.Read, "__init__", without)
 
 
 def without_mark_of_second_read(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
@@ -339,17 +318,18 @@ def without_mark_of_slots(patch: pytest.MonkeyPatch, device: PretendedDevice) ->
 
 def without_mark_of_host_reads(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
     """The same of reads from host memory."""
-    first, allocate = device.mark(), HostTier._allocate
-    patch.setattr(HostTier, "_allocate", lambda *args: (allocate(*args)[0], first))
+    first, allocate = device.mark(), ArenaMover.allocate
+    patch.setattr(ArenaMover, "allocate", lambda *args: (allocate(*args)[0], first))
 
 
 def without_hold_of_extents(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
     """Host memory is free when its owner says so, whoever reads it."""
 
     def free(tier: Any, stored: StoredBytes) -> None:
-        if not stored.freed:  # type: ignore[attr-defined]
-            stored.freed, stored.num_reads = True, 2  # type: ignore[attr-defined]
-            tier.arena.free(stored.extent)  # type: ignore[attr-defined]
+        if not stored.is_freed:
+            stored.is_freed = True
+            stored.readers.add(tier)
+            tier.free_parts(stored.parts)
 
     patch.setattr(HostTier, "free", free)
 
@@ -379,17 +359,12 @@ GUARDS: dict[str, tuple[str, Remove, str]] = {
         "out uses memory before main has",
     ),
     "the last mark stands for all": ("chunks", without_mark_of_last_copy, "main uses memory before in has"),
-    "copies are queued and told of in one order": ("turns", unordered(ssd._Read), "main uses memory before in has"),
+    "copies are queued and told of in one order": ("turns", unordered, "main uses memory before in has"),
     "a second read has a mark of its own": ("twice", without_mark_of_second_read, "main uses memory before in has"),
     "a dropped copy keeps its mark": ("dropped", without_mark_of_dropped, "main uses memory before in has"),
     "an unused slot waits for its read": ("unused", without_wait_for_unused, "a slot was given back while"),
     "a slot's read waits for the allocation": ("unused", without_mark_of_slots, "in uses memory before main has"),
     "host: copy-in waits for the allocation": ("host", without_mark_of_host_reads, "in uses memory before main has"),
-    "host: copies are queued and told of in one order": (
-        "host turns",
-        unordered(host_tier._Read),
-        "main uses memory before in has",
-    ),
     "host: extents are held": ("host", without_hold_of_extents, "host memory was given back while"),
     "direct: a write waits for the producer": ("direct", without_wait_of_drive, "the drive uses memory before main"),
     "direct: a read waits for the allocation": (

@@ -124,9 +124,9 @@ def host_checksum(patch: pytest.MonkeyPatch) -> None:
     """What is to be written is summed where it is."""
     store = StagedMover.store
 
-    def summed(mover: Any, storage: torch.UntypedStorage, piece: Any, after: Any, *, check: bool) -> int | None:
-        copy_paths.checksum(copy_paths.Region(storage.data_ptr() + piece.start, piece.nbytes))
-        return store(mover, storage, piece, after, check=check)
+    def summed(mover: Any, piece: Any, *, check: bool) -> int | None:
+        copy_paths.checksum(piece.memory)
+        return store(mover, piece, check=check)
 
     patch.setattr(StagedMover, "store", summed)
 
@@ -134,10 +134,8 @@ def host_checksum(patch: pytest.MonkeyPatch) -> None:
 def host_write(patch: pytest.MonkeyPatch) -> None:
     """The file is given the tensor itself; the system call fails, so that no tensor leaves memory."""
 
-    def store(mover: Any, storage: torch.UntypedStorage, piece: Any, after: Any, *, check: bool) -> None:
-        mover._backend.write(
-            piece.arena, copy_paths.Region(storage.data_ptr() + piece.start, piece.nbytes), piece.offset
-        )
+    def store(mover: Any, piece: Any, *, check: bool) -> None:
+        mover._backend.write(piece.arena, piece.memory, piece.offset)
 
     patch.setattr(StagedMover, "store", store)
 

@@ -14,6 +14,7 @@ import torch
 from lightning_ssd.common.accelerators import CudaAccelerator, GenericAccelerator
 from lightning_ssd.errors import StorageError
 from lightning_ssd.telemetry.events import EventLog, TransferEvent
+from lightning_ssd.tiers.base import WriteRequest
 from lightning_ssd.tiers.copy_paths import host_bytes
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.streams import StreamCopies
@@ -83,22 +84,6 @@ class TestExact:
             time.sleep(0.05)  # the last copies of those that lied end before their memory goes
         assert all(right) == honest
 
-    def test_writes_wait_for_the_producer(
-        self, make_tier: MakeTier, held: HeldCopies, worker_clock: list[float]
-    ) -> None:
-        tier = make_tier(held)
-        owner, produced = Owner(random_storage(KIB)), held.mark()
-        produced.passed.clear()
-        assert tier.write(owner, KIB, produced, label="")
-        assert produced.asked.wait(PATIENCE_S)
-        worker_clock[0] += 100
-        assert owner.calls == []
-        assert tier.progress().write_busy_s == 0, "waiting for the producer is not busy"
-        produced.passed.set()
-        held.free_run()
-        tier.flush()
-        assert owner.calls == ["begins", "written"]
-
     def test_the_owner_lets_go_only_after_the_copy(self, make_tier: MakeTier, held: HeldCopies) -> None:
         tier = make_tier(held)
         owner = Owner(random_storage(MIB))
@@ -152,6 +137,17 @@ class TestRoom:
         assert tier.write(refused, 2 * MIB, None, label="")
         refused.wait()
         assert tier.memory_bytes <= 4 * MIB
+
+    def test_of_a_job_each_storage_has_room_or_not(self, make_tier: MakeTier) -> None:
+        tier = make_tier(capacity=4 * MIB)
+        owners = [Owner(random_storage(num * MIB, num)) for num in (3, 2, 1)]
+        requests = [WriteRequest(owner, num * MIB, None, "") for owner, num in zip(owners, (3, 2, 1), strict=True)]
+        assert tier.write_all(requests) == [True, False, True]
+        tier.flush()
+        assert [owner.calls for owner in owners] == [["begins", "written"], [], ["begins", "written"]]
+        for owner in (owners[0], owners[2]):
+            tier.read(owner, owner.place, CPU, urgent=True).wait()
+            assert owner.is_right()
 
     def test_without_capacity_there_is_never_room(self, make_tier: MakeTier) -> None:
         tier = make_tier(capacity=100)
@@ -273,6 +269,6 @@ class TestOnCuda:
         owner = Owner(torch.ones(MIB, dtype=torch.uint8, device=device).untyped_storage())
         assert tier.write(owner, MIB, None, label="")
         owner.wait()
-        ((_, address, nbytes),) = tier.arena.pieces(owner.place.extent, MIB, MIB)  # type: ignore[attr-defined]
+        ((_, address, nbytes),) = tier.arena.pieces(owner.place.parts[0].extent, MIB, MIB)
         assert host_bytes(address, nbytes).is_pinned()
         tier.close()

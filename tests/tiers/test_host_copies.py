@@ -162,7 +162,7 @@ class TestFailures:
     def test_an_early_chunk_that_fails_late_reaches_the_one_who_waits(
         self, make_tier: MakeTier, held: HeldCopies
     ) -> None:
-        tier = make_tier(held, chunk_bytes=256 * KIB)
+        tier = make_tier(held, chunk_bytes=256 * KIB, num_workers=1)  # another one might have ended it by then
         owner = stored(tier, MIB)
         held.held, held.fail_late = False, {held.num_queued: RuntimeError("injected: device lost")}
         tier.read(owner, owner.place, CPU, urgent=True).wait()
@@ -235,7 +235,7 @@ class TestClosing:
                 code = 1
                 try:
                     tier.free(owner.place)
-                    tier.arena.free(owner.place.extent)  # type: ignore[attr-defined]
+                    tier.arena.free(owner.place.parts[0].extent)
                     tier.arena.close()
                     tier.write(owner, MIB, None, label="")
                 except StorageError:

@@ -309,8 +309,7 @@ def test_progress_and_events(drive: Drive, tmp_path: Path) -> None:
         body = owner.place.body_nbytes
         progress = tier.progress()
         assert (progress.written_bytes, progress.read_bytes) == (body, body)
-        assert (progress.write_busy_s, progress.read_busy_s) == tier.busy_s
-        assert min(tier.busy_s) > 0
+        assert min(progress.write_busy_s, progress.read_busy_s) > 0
         assert owner.is_right()
         assert {event.tier for event in events.drain() if isinstance(event, TransferEvent)} == {"ssd"}
 

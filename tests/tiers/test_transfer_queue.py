@@ -7,13 +7,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import pytest
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.telemetry.events import EventLog, TransferEvent
 from lightning_ssd.tiers.read_priority import UrgentGate
-from lightning_ssd.tiers.transfer_queue import Transfer, TransferQueue
+from lightning_ssd.tiers.transfer_queue import Chunk, Transfer, TransferQueue
 from tests.support.helpers import within
 from tests.support.patience import PATIENCE_S
 from tests.support.threads import at_once
@@ -22,7 +23,7 @@ from tests.support.threads import at_once
 class Move(Transfer):
     """Runs the given chunks and records what happens to it."""
 
-    def __init__(self, *chunks: Callable[[], None], wanted: bool = True, urgent: bool = False) -> None:
+    def __init__(self, *chunks: Chunk, wanted: bool = True, urgent: bool = False) -> None:
         super().__init__("read", 7, urgent=urgent)
         self._work = chunks
         self._wanted = wanted
@@ -30,7 +31,7 @@ class Move(Transfer):
         self.calls: list[str] = []
         self.result: BaseException | None = None
 
-    def begin(self) -> Sequence[Callable[[], None]] | None:
+    def begin(self) -> Sequence[Chunk] | None:
         self.calls.append("begin")
         if self.begin_error:
             raise self.begin_error
@@ -276,15 +277,13 @@ def test_workers_count_the_cpu_time_of_moves(single: TransferQueue) -> None:
 def test_a_move_that_outlasts_its_end(single: TransferQueue, events: EventLog, late_error: OSError | None) -> None:
     settled, release = threading.Event(), threading.Event()
 
-    class Outlasting(Move):
-        outlasts = True
+    def settle() -> BaseException | None:
+        settled.set()
+        assert release.wait(PATIENCE_S)
+        return late_error
 
-        def settle(self) -> BaseException | None:
-            settled.set()
-            assert release.wait(PATIENCE_S)
-            return late_error
-
-    move = Outlasting(lambda: None)
+    move = Move(lambda: settle)
+    move.outlasts = True
     single.submit(move)
     move.wait()
     assert settled.wait(PATIENCE_S)
@@ -292,7 +291,8 @@ def test_a_move_that_outlasts_its_end(single: TransferQueue, events: EventLog, l
     assert events.drain() == []
     assert move.error is None
     release.set()
-    single.wait_idle()
+    with nullcontext() if late_error is None else pytest.raises(OSError, match="too late"):
+        single.wait_idle()
     (event,) = events.drain()
     assert isinstance(event, TransferEvent)
     assert event.failed == (late_error is not None)
@@ -324,9 +324,8 @@ class Faulty(Move):
     """Raises where it must not."""
 
     def __init__(self, where: str) -> None:
-        super().__init__(lambda: None)
+        super().__init__(lambda: self.settle)
         self.where = where
-        self.outlasts = where == "settle"
 
     def finish(self, error: BaseException | None) -> None:
         super().finish(error)
