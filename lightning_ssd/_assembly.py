@@ -38,7 +38,7 @@ from lightning_ssd.parameters.residents import Needs, Residents
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.scheduler import Scheduler
-from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
+from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.directories import HeldDirectory, created_directories, warn_shared_filesystem
 from lightning_ssd.storage.drive_probe import Rates, measure_rates
 from lightning_ssd.storage.factory import open_backend
@@ -52,7 +52,6 @@ from lightning_ssd.wear.meter import WearMeter
 __all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_meter"]
 
 
-_STAGING_BYTES = 2 * 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES  # per worker one chunk in use, one more on its way
 _SPARE_BYTES = 256 << 20
 _DEFAULT_SLOWDOWN = OffloadPolicy().max_slowdown
 _log = logging.getLogger(__name__)
@@ -436,7 +435,7 @@ def _open_mover(
         return HostMover(backend, reload)
     if backend.moves_device_memory and policy.verify == "off":
         return DeviceMover(backend, copies)
-    staging = StagingPool(_STAGING_BYTES, pin=_locks_host_memory(environment.device), device=environment.device)
+    staging = StagingPool(pin=_locks_host_memory(environment.device), device=environment.device)
     stack.callback(staging.close)
     return StagedMover(backend, staging, copies)
 

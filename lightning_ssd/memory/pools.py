@@ -1,4 +1,4 @@
-"""Host memory for transfers: bounded staging buffers, and recycled memory that reloads go to.
+"""Host memory for transfers: staging buffers, and recycled memory that reloads go to.
 
 Both pools hold anonymous memory in transparent huge pages. Fresh memory is dear: its first touch costs a page fault
 per 4 KiB, which takes longer than reading the page from a drive.
@@ -18,7 +18,6 @@ import torch
 
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import Region
-from lightning_ssd.common.waiting import Changes
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.mmap import PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
 
@@ -30,54 +29,51 @@ _MAX_WASTE = 1.25
 _SMALL_NBYTES = 64 << 10
 
 
-def _best_fit(spare: list[MappedBlock], need: int, alignment: int = PAGE_BYTES) -> MappedBlock | None:
+def _best_fit(spare: list[MappedBlock], need: int, alignment: int) -> MappedBlock | None:
     """The smallest spare block that fits without much waste."""
     fitting = (b for b in spare if need <= b.nbytes <= need * _MAX_WASTE and b.address % alignment == 0)
     return min(fitting, key=lambda block: block.nbytes, default=None)
 
 
 class StagingPool:
-    """Bounded pool of page-aligned host buffers. ``lease`` waits, first come first served, while it is exhausted.
+    """Page-aligned host buffers, which threads use one after the other.
 
-    A thread holds one lease at a time: two threads that each hold one and wait for another would never end.
+    A thread holds one at a time. So there are no more of them than threads that move bytes, and each is as large as the
+    largest chunk that was moved through it.
 
     Args:
-        capacity_bytes: of all buffers, lent and spare. A larger request waits for all others to end and runs alone.
         pin: lock the buffers in memory for CUDA (done once per buffer: it costs more than a copy through it).
         device: whose context locks them; ``None``: that of the thread that leases.
     """
 
-    def __init__(self, capacity_bytes: int, *, pin: bool = False, device: torch.device | None = None) -> None:
-        self._capacity_bytes = capacity_bytes
+    def __init__(self, *, pin: bool = False, device: torch.device | None = None) -> None:
         self._pin = pin
         self._device = device
-        self._spare: list[MappedBlock] = []
-        self._lent_bytes = 0
-        self._closed = False
-        # Guards all of the above and the queue. A leaf lock: memory is mapped and pinned outside of it.
-        self._changed = Changes()
-        self._lock = self._changed.lock
-        self._queue: deque[object] = deque()
-
-    @property
-    def lent_bytes(self) -> int:
+        self.lent_bytes = 0
         """Bytes in use."""
-        return self._lent_bytes
-
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes kept for the next lease."""
-        with self._lock:
-            return sum(block.nbytes for block in self._spare)
+        self._spare: list[MappedBlock] = []
+        self._closed = False
+        # Guards the three above. A leaf lock: memory is mapped and pinned outside of it.
+        self._lock = threading.Lock()
 
     @contextmanager
     def lease(self, nbytes: int) -> Iterator[Region]:
         """``nbytes`` bytes for the length of a ``with`` block; the address is a multiple of 4,096.
 
         Raises:
-            OffloaderClosedError: after close, also while waiting.
+            OffloaderClosedError: after close.
         """
-        block = self._acquire(round_up(max(nbytes, 1), PAGE_BYTES))
+        need = round_up(max(nbytes, 1), PAGE_BYTES)
+        with self._lock:
+            if self._closed:
+                raise OffloaderClosedError("a staging buffer was asked for after the pool was closed")
+            block = self._spare.pop() if self._spare else None
+        if block is not None and block.nbytes < need:
+            self._free([block])
+            block = None
+        block = block or self._create(need)
+        with self._lock:
+            self.lent_bytes += block.nbytes
         try:
             yield Region(block.address, nbytes)
         finally:
@@ -88,73 +84,26 @@ class StagingPool:
         with self._lock:
             self._closed = True
             spare, self._spare = self._spare, []
-            self._changed.tell()
         self._free(spare)
 
-    def _acquire(self, need: int) -> MappedBlock:
-        ticket = object()
-        try:
-            with self._lock:
-                self._queue.append(ticket)
-            block, evicted = self._changed.until(lambda: self._take(ticket, need))
-        finally:
-            with self._lock:
-                self._queue.remove(ticket)
-                self._changed.tell()
-        self._free(evicted)
-        return block or self._create(need)
-
-    def _take(self, ticket: object, need: int) -> tuple[MappedBlock | None, list[MappedBlock]] | None:
-        """A spare block, if one fits, and those that have to go; ``None``: it is not our turn, or there is no room."""
-        if self._closed:
-            raise OffloaderClosedError("a staging buffer was asked for after the pool was closed")
-        if self._queue[0] is not ticket or not self._has_room(need):
-            return None
-        block = _best_fit(self._spare, need)
-        if block is not None:
-            self._spare.remove(block)
-        evicted = [] if block else self._evict(need)
-        self._lent_bytes += block.nbytes if block else need
-        return block, evicted
-
-    def _has_room(self, need: int) -> bool:
-        block = _best_fit(self._spare, need)
-        return self._lent_bytes == 0 or self._lent_bytes + (block.nbytes if block else need) <= self._capacity_bytes
-
-    def _evict(self, need: int) -> list[MappedBlock]:
-        evicted = []
-        while self._spare and self._lent_bytes + need + sum(b.nbytes for b in self._spare) > self._capacity_bytes:
-            evicted.append(self._spare.pop(0))
-        return evicted
-
     def _create(self, need: int) -> MappedBlock:
-        try:
-            block = MappedBlock(need)
-            if self._pin:
-                self._register(block)
-        except BaseException:
-            with self._lock:
-                self._lent_bytes -= need
-                self._changed.tell()
-            raise
+        block = MappedBlock(need)
+        if self._pin:
+            code = lock_memory(block.address, block.nbytes, self._device)
+            block.locked = code == 0
+            if code:
+                self._pin = False
+                _log.warning(
+                    "CUDA could not lock staging memory (error %s); copies to and from the device are slower", code
+                )
         return block
-
-    def _register(self, block: MappedBlock) -> None:
-        code = lock_memory(block.address, block.nbytes, self._device)
-        block.locked = code == 0
-        if code:
-            self._pin = False
-            _log.warning(
-                "CUDA could not lock staging memory (error %s); copies to and from the device are slower", code
-            )
 
     def _give_back(self, block: MappedBlock) -> None:
         with self._lock:
-            self._lent_bytes -= block.nbytes
-            keep = not self._closed and block.nbytes <= self._capacity_bytes
+            self.lent_bytes -= block.nbytes
+            keep = not self._closed
             if keep:
                 self._spare.append(block)
-            self._changed.tell()
         if not keep:
             self._free([block])
 

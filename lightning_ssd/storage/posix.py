@@ -17,7 +17,7 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import ShortTransferError, StorageError, as_storage_error
 from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.memory.pools import StagingPool
-from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.filesystem import DirectAlignment, direct_alignment
 from lightning_ssd.storage.spill_file import Arena
 
@@ -44,19 +44,12 @@ class PosixBackend:
     Args:
         directories: looked at, and written to for a proof, at once; each needs to exist.
         direct: ``False`` uses the page cache although the file system has direct I/O.
-        staging_bytes: bound of the buffers for addresses that direct I/O cannot take.
     """
 
     moves_device_memory = False
 
-    def __init__(
-        self,
-        directories: Sequence[str | os.PathLike[str]],
-        *,
-        direct: bool = True,
-        staging_bytes: int = 2 * DEFAULT_WORKERS * DEFAULT_CHUNK_BYTES,
-    ) -> None:
-        self._staging = StagingPool(staging_bytes)
+    def __init__(self, directories: Sequence[str | os.PathLike[str]], *, direct: bool = True) -> None:
+        self._staging = StagingPool()  # for addresses that direct I/O cannot take
         # Guards the alignment, which workers may have to correct. A leaf lock: held for one comparison.
         self._lock = threading.Lock()
         self.memory_alignment = 1

@@ -229,7 +229,7 @@ class StagedMover(_CopyingMover):
 
     Args:
         backend: moves the staging buffers, which are aligned and whole blocks long.
-        staging: bounded pool; a worker waits there when it is exhausted.
+        staging: lends the buffers.
         copies: the streams.
     """
 

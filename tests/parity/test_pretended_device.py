@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import lightning_ssd._assembly
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import StorageError
 from recipes.determinism import make_deterministic
@@ -36,12 +35,6 @@ from tests.support.pretended_training import WatchedBackend, on, poisoned_memory
 
 VERIFIED = Setup(verify="full", drained=False)
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that they are reused soon."""
-    monkeypatch.setattr(lightning_ssd._assembly, "_STAGING_BYTES", 1 << 20)
 
 
 def small() -> Training:

@@ -16,7 +16,7 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OutOfSpaceError, ShortTransferError, StorageError
 from lightning_ssd.storage import posix
 from lightning_ssd.storage import spill_file as arena_module
-from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.filesystem import DirectAlignment, direct_alignment
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
@@ -182,7 +182,7 @@ class TestAlignment:
         arena = direct.open_arena(tmp_path)
         assert write_and_read(direct, arena, 40 << 20, 3)
         assert direct._staging.lent_bytes == 0
-        assert 0 < direct._staging.spare_bytes <= 64 << 20
+        assert [block.nbytes for block in direct._staging._spare] == [DEFAULT_CHUNK_BYTES]
         arena.close()
 
     def test_learns_that_a_drive_wants_more(

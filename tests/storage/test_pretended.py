@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import lightning_ssd._assembly
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.common.tensors import Region
@@ -32,13 +31,6 @@ from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_training import on, pretended_device
-
-FEW_STAGING_BYTES = 256 << 10  # few buffers, so that they are reused soon
-
-
-@pytest.fixture(autouse=True)
-def few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning_ssd._assembly, "_STAGING_BYTES", FEW_STAGING_BYTES)
 
 
 @pytest.fixture
@@ -305,7 +297,7 @@ def opened_tier(name: str, directory: Path, device: PretendedDevice) -> Iterator
         host.close()
         return
     backend = PosixBackend([directory], direct=False)
-    staging = StagingPool(1 << 20)
+    staging = StagingPool()
     mover = StagedMover(backend, staging, device)
     ssd = SsdTier(backend, mover, [directory], events=EventLog(), sampler=Sampler("off"))
     yield ssd

@@ -166,7 +166,7 @@ def dropped_and_found(directory: Path, device: PretendedDevice) -> None:
 @contextmanager
 def opened_store(directory: Path, device: PretendedDevice) -> Iterator[StateStore]:
     """Of states on the device, with one subgroup."""
-    backend, staging = PosixBackend([directory], direct=False), StagingPool(1 << 20)
+    backend, staging = PosixBackend([directory], direct=False), StagingPool()
     mover = StagedMover(backend, staging, device)
     tier = SsdTier(backend, mover, [directory], events=EventLog(), sampler=Sampler("off"))
     store = StateStore([tier], device=CPU, num_slots=2, copies=device)

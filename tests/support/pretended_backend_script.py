@@ -191,10 +191,9 @@ def main(directory: Path, names: Sequence[str]) -> None:
 
 
 def _make_small(patch: pytest.MonkeyPatch) -> None:
-    """Many subgroups and few buffers."""
+    """Have many subgroups."""
     for name, value in {
         "tests.parity.test_cuda.NUM_BLOCKS": 2,
-        "lightning_ssd._assembly._STAGING_BYTES": 1 << 20,
         "lightning_ssd.optimizer.step.elementwise._NUM_TINY": 20,
         "lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES": 32 << 10,
         "lightning_ssd.optimizer.step.subgroups.GRANULE": 1024,

@@ -343,7 +343,7 @@ def test_what_the_device_has_left_to_do_says_nothing_of_the_drive(
     drive: Drive, tmp_path: Path, late_s: float, worker_clock: list[float]
 ) -> None:
     """A read into memory that the device still uses waits for the device after it has read."""
-    copies, events, staging = Behind(late_s, worker_clock), EventLog(), StagingPool(4 * CHUNK, pin=False, device=CPU)
+    copies, events, staging = Behind(late_s, worker_clock), EventLog(), StagingPool()
     mover = StagedMover(drive, staging, copies)
     tier = SsdTier(drive, mover, [tmp_path], events=events, sampler=Sampler("off"), chunk_bytes=CHUNK, num_workers=1)
     try:
@@ -363,7 +363,7 @@ def test_what_the_device_has_left_to_do_says_nothing_of_the_drive(
 
 @contextmanager
 def staged(drive: Drive, directory: Path, copies: HeldCopies) -> Iterator[tuple[SsdTier, StagingPool]]:
-    staging = StagingPool(4 * CHUNK, pin=False, device=CPU)
+    staging = StagingPool()
     mover = StagedMover(drive, staging, copies)
     tier = SsdTier(drive, mover, [directory], events=EventLog(), sampler=Sampler("off"), chunk_bytes=CHUNK)
     try:

@@ -10,16 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import lightning_ssd._assembly
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from tests.support.late import LateCopies, late_copies
-
-FEW_STAGING_BYTES = 256 << 10  # few buffers, so that they are reused soon
-
-
-@pytest.fixture(autouse=True)
-def few_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning_ssd._assembly, "_STAGING_BYTES", FEW_STAGING_BYTES)
 
 
 def model() -> torch.nn.Module:
@@ -82,7 +74,6 @@ def test_a_missing_wait_would_be_seen(spill_dir: Path, forks: list[str]) -> None
 
 
 def run_with_lies(directory: Path) -> None:
-    lightning_ssd._assembly._STAGING_BYTES = FEW_STAGING_BYTES
     expected = train(None)
     equal = True
     # Copies that are too late keep their tensors alive, which are then handed out again: no read, nothing to see.
