@@ -126,7 +126,7 @@ class ReloadPool:
     """Gives torch storages for reloads on CPU, backed by memory that is recycled when torch lets go of them.
 
     Note [coming back]: torch drops a storage in whatever thread, also inside garbage collection, so that the callback
-    of the weak reference only appends to a deque. The next ``take`` (or ``trim``) empties it under the lock.
+    of the weak reference only appends to a deque. The next ``take`` empties it under the lock.
 
     Args:
         max_spare_bytes: memory that may be kept for the next reload; beyond it the least recently used is freed.
@@ -140,30 +140,6 @@ class ReloadPool:
         self._closed = False
         # Guards spare, lent and closed. A leaf lock; finalisers that run under it only append to the deque.
         self._lock = threading.Lock()
-
-    @property
-    def max_spare_bytes(self) -> int:
-        """Memory that may be kept for the next reload. Lowering it frees at once."""
-        return self._max_spare_bytes
-
-    @max_spare_bytes.setter
-    def max_spare_bytes(self, value: int) -> None:
-        self._max_spare_bytes = value
-        self.trim()
-
-    @property
-    def spare_bytes(self) -> int:
-        """Memory kept for the next reload."""
-        self.trim()
-        with self._lock:
-            return sum(block.nbytes for block in self._spare)
-
-    @property
-    def lent_bytes(self) -> int:
-        """Memory under storages that torch still holds."""
-        self.trim()
-        with self._lock:
-            return sum(loan.block.nbytes for loan in self._lent.values())
 
     def take(self, nbytes: int, phase: int, memory_alignment: int) -> torch.UntypedStorage:
         """A CPU storage of exactly ``nbytes`` whose address is ``phase`` behind a multiple of ``memory_alignment``.
@@ -196,13 +172,6 @@ class ReloadPool:
             if not self._closed:
                 self._lent[id(loan)] = loan
         return torch.frombuffer(array, dtype=torch.uint8, offset=phase, count=nbytes).untyped_storage()
-
-    def trim(self) -> None:
-        """Take back what torch has let go of, and free what exceeds ``max_spare_bytes``."""
-        with self._lock:
-            self._drain()
-            surplus = self._surplus()
-        del surplus
 
     def release(self) -> None:
         """Free all spare memory; the pool stays open."""

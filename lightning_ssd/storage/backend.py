@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.storage.spill_file import Arena
@@ -75,21 +75,8 @@ class WrappedBackend:
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
 
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def memory_alignment(self) -> int:
-        return self.inner.memory_alignment
-
-    @property
-    def block_bytes(self) -> int:
-        return self.inner.block_bytes
-
-    @property
-    def moves_device_memory(self) -> bool:
-        return self.inner.moves_device_memory
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def open_arena(self, directory: Path) -> Arena:
         return self.inner.open_arena(directory)

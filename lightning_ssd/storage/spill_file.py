@@ -105,13 +105,6 @@ class Arena:
         return self._extents.used_bytes
 
     @property
-    def free_bytes(self) -> int:
-        """Bytes that the file system would still give."""
-        with self.use() as fd:
-            facts = os.fstatvfs(fd)
-        return facts.f_bavail * facts.f_frsize
-
-    @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return self._closed
