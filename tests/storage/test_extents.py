@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from bisect import insort
 
 import pytest
 from hypothesis import settings
@@ -83,7 +84,8 @@ TestAllocatorAgainstByteMap.settings = settings(max_examples=60, stateful_step_c
 def test_the_byte_map_test_can_fail() -> None:
     class Forgetful(ExtentAllocator):
         def _merge(self, start: int, nbytes: int) -> None:
-            self._add_free(start, nbytes)
+            insort(self._starts, start)
+            self._free[start] = nbytes
 
     allocator = Forgetful(BLOCK)
     allocator.grow(2 * BLOCK)
