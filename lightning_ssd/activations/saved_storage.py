@@ -42,10 +42,9 @@ __all__ = ["Lease", "SavedStorage", "SavedTensor", "TierCopy", "open_saved"]
 class TierCopy:
     """The bytes on a tier, from the end of their write until the storage is freed, and what brings them back."""
 
-    __slots__ = ("error", "mark", "read", "stored", "tier")
+    __slots__ = ("error", "mark", "read", "stored")
 
-    def __init__(self, tier: Tier, stored: StoredBytes) -> None:
-        self.tier = tier
+    def __init__(self, stored: StoredBytes) -> None:
         self.stored = stored
         self.read: Transfer | None = None  # under way
         self.error: BaseException | None = None  # of the last read, until it is raised
@@ -232,7 +231,7 @@ class SavedStorage:
         copy.error = None
         self.state = State.READING  # before a worker can end it
         try:
-            copy.read = copy.tier.read(self, copy.stored, device, urgent=urgent)
+            copy.read = copy.stored.tier.read(self, copy.stored, device, urgent=urgent)
         except BaseException:
             self.state = before
             raise
@@ -248,7 +247,7 @@ class SavedStorage:
     def promote_read(self) -> None:
         """Make the read that is under way urgent: a thread waits for it."""
         if self.copy is not None and self.copy.read is not None:
-            self.copy.tier.promote(self.copy.read)
+            self.copy.stored.tier.promote(self.copy.read)
 
     def drop_copy(self) -> None:
         """RELOADED -> LEAVING: the tier still has the bytes."""
@@ -298,7 +297,7 @@ class SavedStorage:
 
     def _free_extent(self) -> None:
         if self.copy is not None:
-            self.copy.tier.free(self.copy.stored)
+            self.copy.stored.tier.free(self.copy.stored)
         self.copy = None
 
     # -- called by the tier's workers ----------------------------------------------------------------------------
@@ -342,13 +341,13 @@ class SavedStorage:
                 self.accounting.write_failure = self.accounting.write_failure or str(error) or repr(error)
                 if self.state in (State.QUEUED, State.WRITING):
                     self.state = State.TAKEN_BACK
-            elif stored is not None and self.tier is not None:
+            elif stored is not None:
                 is_wanted = self.state is State.WRITING and stored.is_complete
                 if is_wanted and (storage := self.storage) is not None:
-                    self.copy = TierCopy(self.tier, stored)
+                    self.copy = TierCopy(stored)
                     self._leave()
                 else:  # forwarded or freed meanwhile
-                    self.tier.free(stored)
+                    stored.tier.free(stored)
         # The memory goes here, outside of the lock: unmapping it can take milliseconds.
         del storage
 

@@ -73,7 +73,7 @@ class DeviceMemory:
         """Whether an optimizer that tells us of its updates has it."""
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._tiers, self._copies, self._lock, self._door = tiers, copies, lock, door
-        self._copy: tuple[Tier, StoredBytes] | None = None
+        self._copy: StoredBytes | None = None
         self._copy_stamp: _Stamp = ()
         self._writer: _Write | None = None
         self._arrived: StreamEvent | None = None
@@ -178,7 +178,7 @@ class DeviceMemory:
         self._writer = None
         former, self._copy = self._copy, None
         if former is not None:
-            former[0].free(former[1])
+            former.tier.free(former)
 
     # -- down ------------------------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class DeviceMemory:
         self._exposed = None  # what there is to compare with is of earlier, too
         after = self._copies.mark()
         for tier in self._tiers:
-            writer = _Write(self, tier, self._stamp())
+            writer = _Write(self, self._stamp())
             self._writer = writer  # before it is submitted: it may end at once
             try:
                 if tier.write(writer, self.nbytes, after, label=self.label):
@@ -274,9 +274,9 @@ class DeviceMemory:
             if is_current:
                 self._writer = None
             if stored is not None and is_current and writer.stamp == self._stamp():
-                self._copy, self._copy_stamp = (writer.tier, stored), writer.stamp
+                self._copy, self._copy_stamp = stored, writer.stamp
             elif stored is not None:
-                writer.tier.free(stored)
+                stored.tier.free(stored)
             elif is_current and error is not None:
                 self.error = str(error) or repr(error)
 
@@ -355,8 +355,7 @@ class DeviceMemory:
 class _Write:
     """One write; the owner that its tier calls."""
 
-    def __init__(self, memory: DeviceMemory, tier: Tier, stamp: _Stamp) -> None:
-        self.tier = tier
+    def __init__(self, memory: DeviceMemory, stamp: _Stamp) -> None:
         self.stamp = stamp
         self.ended = Latch()
         self._memory = memory
@@ -394,17 +393,14 @@ class _Read:
         self.ended.open()
 
 
-def _read(
-    copy: tuple[Tier, StoredBytes], *, into: torch.UntypedStorage, after: StreamEvent | None
-) -> StreamEvent | None:
+def _read(stored: StoredBytes, *, into: torch.UntypedStorage, after: StreamEvent | None) -> StreamEvent | None:
     """Block until the last copy has been queued; return its mark.
 
     Raises:
         StorageError: the drive refuses.
     """
-    tier, stored = copy
     read = _Read()
-    tier.read(read, stored, into.device, urgent=True, into=into, after=after)
+    stored.tier.read(read, stored, into.device, urgent=True, into=into, after=after)
     read.ended.wait()
     if read.error is not None:
         raise read.error

@@ -45,6 +45,9 @@ class _Stored:
     body_nbytes = 64
     is_complete = True
 
+    def __init__(self, tier: object) -> None:
+        self.tier = tier
+
 
 class HooksThatKeepNothing:
     def enter(self, current: SavedPass) -> None:
@@ -93,7 +96,7 @@ def test_a_write_is_wanted_until_it_is_taken_back_or_nobody_can_ask_again() -> N
         with record.accounting.lock:
             record.accounting.settle() if is_freed else record.forward()
         assert not record.is_wanted()
-        record.write_ended(_Stored(), None)
+        record.write_ended(_Stored(tier), None)
         assert (tier.freed, len(record.accounting.writes)) == (1, 0)
 
 
@@ -101,7 +104,7 @@ def test_memory_that_is_handed_out_again_still_has_its_mark() -> None:
     """A reload whose copy may still run is dropped, found alive and handed out: the consumer must wait for the copy."""
     record = record_of(torch.arange(16.0))
     reloaded, mark = torch.arange(16.0).untyped_storage(), _Mark()
-    copy = record.copy = TierCopy(_Roomy(), _Stored())  # type: ignore[arg-type]
+    copy = record.copy = TierCopy(_Stored(_Roomy()))  # type: ignore[arg-type]
     record.state, copy.mark = State.RELOADED, mark  # type: ignore[assignment]
     record.storage, record.key = reloaded, StorageKey(reloaded)
     record.drop_copy()
@@ -174,7 +177,7 @@ def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
     if not taken:  # it had to wait for the lock, and comes now
         with record.accounting.lock:
             taken.append(record.forward())
-    record.write_ended(_Stored(), None)
+    record.write_ended(_Stored(tier), None)
     assert taken == [True]
     assert record.state is State.TAKEN_BACK
     assert record.storage is not None, "what was handed out has gone"
@@ -188,7 +191,7 @@ def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error: OSError |
     with record.accounting.lock:
         SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
     storage = record.write_begins()
-    record.write_ended(_Stored(), None)
+    record.write_ended(_Stored(tier), None)
     assert record.state in AWAY
     with record.accounting.lock:
         record.start_read(torch.device("cpu"), urgent=True)
@@ -235,7 +238,7 @@ def test_the_state_alone_tells_what_there_is(seed: int) -> None:
             is_written = record.write_begins() is not None or is_written
         elif event == "end" and is_written:
             is_written, error = False, OSError("gone") if dice.random() < 0.2 else None
-            record.write_ended(None if error else _Stored(), error)
+            record.write_ended(None if error else _Stored(tier), error)
         elif event == "came" and record.state is State.READING:
             error = OSError("gone") if dice.random() < 0.2 else None
             record.read_ended(None if error else torch.arange(16.0).untyped_storage(), None, error)
@@ -276,7 +279,7 @@ def test_a_death_runs_no_python_and_is_noted_all_the_same() -> None:
     with record.accounting.lock:
         SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
     assert record.write_begins() is not None
-    record.write_ended(_Stored(), None)
+    record.write_ended(_Stored(tier), None)
     assert record.state in AWAY
     calls: list[object] = []
     before = sys.getprofile()

@@ -101,7 +101,7 @@ def test_what_is_given_up_has_gone_before_memory_is_asked_for_again() -> None:
     record = record_of(torch.arange(16.0))
     LEASES.clear()  # as if it had been written
     reloaded = [torch.arange(16.0).untyped_storage()]
-    copy = record.copy = TierCopy(None, object())  # type: ignore[arg-type]
+    copy = record.copy = TierCopy(object())  # type: ignore[arg-type]
     record.storage, record.state = reloaded[0], State.RELOADED
     record.key = type(record.key)(reloaded[0])
     copy.mark = LateMark(reloaded)  # type: ignore[assignment]
