@@ -296,7 +296,7 @@ class SavedStorage:
             self._free_extent()
 
     def _free_extent(self) -> None:
-        if self.copy is not None:
+        if self.copy is not None and not self.copy.stored.is_freed:  # else an interrupt has come when it was freed
             self.copy.stored.tier.free(self.copy.stored)
         self.copy = None
 

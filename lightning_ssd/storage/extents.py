@@ -19,9 +19,12 @@ class Extent:
 
 
 class ExtentAllocator:
-    """Which blocks of a file are free. Pure arithmetic, not thread-safe.
+    """Which blocks of a file or of memory are free. Pure arithmetic; its owner locks all but :meth:`free`.
 
     First fit by offset, in a sorted list: storages come and go in order, so that there are few free ranges.
+
+    Note [freeing never waits]: the owner's lock is held while its file grows. So ``free`` leaves the extent, in one
+    step that neither another thread nor an interrupt divides, to the next holder of the lock.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -31,8 +34,9 @@ class ExtentAllocator:
         self.capacity_bytes = 0
         """Bytes that exist, free or not."""
         self.used_bytes = 0
-        """Bytes in extents that are lent."""
+        """Bytes in extents that were lent when :meth:`merge_returned` was called last."""
         self._used: dict[int, int] = {}
+        self._returned: dict[int, int] = {}
         self._free: dict[int, int] = {}
         self._starts: list[int] = []  # of the free ranges, in order
 
@@ -52,6 +56,7 @@ class ExtentAllocator:
     def allocate(self, nbytes: int) -> Extent | None:
         """The lowest free extent of at least ``nbytes`` bytes, or ``None`` where no free range is long enough."""
         need = self.round_up(nbytes)
+        self.merge_returned()
         for index, start in enumerate(self._starts):
             left = self._free[start] - need
             if left >= 0:
@@ -67,16 +72,26 @@ class ExtentAllocator:
         return None
 
     def free(self, extent: Extent) -> None:
-        """Take an extent back and merge it with its free neighbours.
+        """Take an extent back. Needs no lock.
 
         Raises:
             ValueError: if the extent is not lent: freed twice, or from another arena.
         """
-        if self._used.get(extent.offset) != extent.nbytes:
+        if self._used.get(extent.offset) != extent.nbytes or extent.offset in self._returned:
             raise ValueError(f"{extent} is not lent by this allocator: it was freed twice, or belongs to another arena")
-        del self._used[extent.offset]
-        self.used_bytes -= extent.nbytes
-        self._merge(extent.offset, extent.nbytes)
+        self._returned[extent.offset] = extent.nbytes
+
+    def merge_returned(self) -> None:
+        """Make what was freed one with its free neighbours."""
+        try:
+            for offset, nbytes in list(self._returned.items()):
+                if self._used.pop(offset, None) is not None:  # else an interrupt has come when it was merged
+                    self.used_bytes -= nbytes
+                    self._merge(offset, nbytes)
+                del self._returned[offset]
+        except BaseException:
+            self.recover()
+            raise
 
     def grow(self, nbytes: int) -> None:
         """Add ``nbytes`` (whole blocks) at the end."""

@@ -45,9 +45,6 @@ class Arena:
     The file lies in ``directory/.lightning_ssd-<uid>`` (0700, ours, no symlink), which is made when missing and
     removed at close.
 
-    Note [freeing never waits]: the lock is held while the file grows. So ``free`` leaves the extent, in one step
-    that nothing can divide, to the next holder of the lock.
-
     Args:
         directory: the user's directory.
         block_bytes: granularity of extents, a multiple of what direct I/O wants.
@@ -80,8 +77,6 @@ class Arena:
         self._clock = clock
         self._pid = os.getpid()
         self._extents = ExtentAllocator(block_bytes)
-        self._lent: dict[int, Extent] = {}
-        self._returned: dict[int, Extent] = {}
         self._full_until = 0.0
         self._refused_bytes = 0
         self._num_users = 0
@@ -101,7 +96,7 @@ class Arena:
         """Bytes in extents that are lent."""
         if os.getpid() == self._pid:
             with self._lock:
-                self._merge_returned()
+                self._extents.merge_returned()
         return self._extents.used_bytes
 
     @property
@@ -158,7 +153,6 @@ class Arena:
             return Extent(0, 0)
         with self._lock:
             self._check_usable()
-            self._merge_returned()
             extent = self._extents.allocate(nbytes)
             if extent is None:
                 self._grow(nbytes)
@@ -167,7 +161,6 @@ class Arena:
                 raise StorageError(
                     f"growing {self.path} for {nbytes} bytes gave no extent; please report this as a bug"
                 )
-            self._lent[extent.offset] = extent
             return extent
 
     def reserve(self, nbytes: int) -> None:
@@ -195,9 +188,7 @@ class Arena:
         """
         if extent.nbytes == 0 or self._closed or os.getpid() != self._pid:
             return
-        if self._lent.get(extent.offset) != extent or extent.offset in self._returned:
-            raise ValueError(f"{extent} is not lent by {self.path}: it was freed twice, or belongs to another arena")
-        self._returned[extent.offset] = extent
+        self._extents.free(extent)
 
     def close(self) -> None:
         """Give file and space back to the system. Idempotent; takes effect when the last transfer is done."""
@@ -242,11 +233,6 @@ class Arena:
             # were not to outlive it; raised, this would hide the failed read that the caller has to hear of.
             if error.errno == errno.EBADF:
                 raise
-
-    def _merge_returned(self) -> None:
-        for offset, extent in list(self._returned.items()):
-            self._extents.free(extent)
-            del self._lent[offset], self._returned[offset]
 
     def _grow(self, nbytes: int) -> None:
         need = self._extents.round_up(nbytes) - self._extents.tail_free_bytes

@@ -82,6 +82,9 @@ class HostArena:
     @property
     def used_bytes(self) -> int:
         """Bytes in extents that are lent."""
+        if not self.is_foreign:
+            with self._lock:
+                self._extents.merge_returned()
         return self._extents.used_bytes
 
     def allocate(self, nbytes: int) -> Extent | None:
@@ -107,20 +110,13 @@ class HostArena:
         return extent
 
     def free(self, extent: Extent) -> None:
-        """Take an extent back. Harmless after close and in a forked child.
+        """Take an extent back. Never waits; harmless after close and in a forked child.
 
         Raises:
             ValueError: if the extent is not lent.
         """
-        if extent.nbytes == 0 or self.is_foreign:
-            return
-        with self._lock:
-            if self._block is not None:
-                try:
-                    self._extents.free(extent)
-                except BaseException:
-                    self._extents.recover()
-                    raise
+        if extent.nbytes and self._block is not None and not self.is_foreign:
+            self._extents.free(extent)
 
     def prepare(self, extent: Extent, device: torch.device) -> None:
         """Lock the slabs under an extent where that has not been done; takes long for each new slab."""

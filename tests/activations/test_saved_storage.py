@@ -44,6 +44,7 @@ class _Mark:
 class _Stored:
     body_nbytes = 64
     is_complete = True
+    is_freed = False
 
     def __init__(self, tier: object) -> None:
         self.tier = tier

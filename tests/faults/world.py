@@ -192,7 +192,7 @@ def _remains(directory: str) -> list[str]:
 
 def _lent(arenas: list[Arena]) -> list[tuple[int, int, int]]:
     return [
-        (os.fstat(arena.fd).st_ino, extent.offset, extent.nbytes)
+        (os.fstat(arena.fd).st_ino, offset, nbytes)
         for arena in arenas
-        for extent in list(arena._lent.values())
+        for offset, nbytes in list(arena._extents._used.items())
     ]

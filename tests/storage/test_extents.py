@@ -64,6 +64,7 @@ class AllocatorAgainstByteMap(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
+        self.allocator.merge_returned()
         assert self.allocator.capacity_bytes == len(self.blocks) * self.block
         assert self.allocator.used_bytes == sum(self.blocks) * self.block
         tail = next((i for i, used in enumerate(reversed(self.blocks)) if used), len(self.blocks))
