@@ -546,7 +546,7 @@ def test_a_validation_in_the_middle_of_a_step_is_no_part_of_it(tmp_path):
 
 def test_dummies_of_a_trial_get_no_pictures(tmp_path):
     _, monitor = fit_monitored(tmp_path, fast_dev_run=3)
-    assert monitor._records == ()
+    assert monitor._log_of_run.records == ()
 
 
 def test_several_processes_log_when_all_of_them_do():
