@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import OutOfSpaceError
-from lightning_ssd.optimizer.checkpoint.gather import TensorSpool, full_nbytes, full_states
+from lightning_ssd.optimizer.checkpoint.gather import TensorSpool
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.spill_file import Arena
@@ -143,25 +143,6 @@ def shard() -> Iterator[DTensor]:
     with contextlib.ExitStack() as stack:
         stack.callback(torch.distributed.destroy_process_group)
         yield DTensor.from_local(torch.randn(64, 8), init_device_mesh("cpu", (1,)), [Shard(0)])
-
-
-def test_only_sharded_tensors_are_collected(shard: DTensor) -> None:
-    state = {"exp_avg": shard, "step": torch.tensor(3.0), "name": "x", "plain": torch.ones(9)}
-    put: list[torch.Tensor] = []
-    found = full_states({4: state, 1: {"exp_avg": shard}}, lambda tensor: put.append(tensor) or tensor.clone())  # type: ignore[func-returns-value]
-    assert list(found) == [1, 4]
-    assert_identical(found[4], state | {"exp_avg": shard.to_local()})
-    assert found[4]["plain"] is state["plain"]
-    assert len(put) == 2
-    assert full_nbytes({4: state, 1: {"exp_avg": shard}}) == 2 * 64 * 8 * 4
-
-
-def test_who_only_helps_receives_nothing(shard: DTensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    whole = DTensor.full_tensor
-    monkeypatch.setattr(DTensor, "full_tensor", lambda self: calls.append(1) or whole(self))
-    assert full_states({0: {"exp_avg": shard, "exp_avg_sq": shard}}, None) == {}
-    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("is_held", [False, True])

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LinearLR, StepLR
 
 from lightning_ssd import Offloader, OffloadPolicy
-from lightning_ssd.errors import ConfigError, OffloaderClosedError
-from tests.support.optimizer_pairs import (
-    assert_same_parameters,
-    assert_same_states,
-    files_of,
-    store_of,
-    used_bytes,
-    wrapped,
-)
+from lightning_ssd.errors import OffloaderClosedError
+from tests.support.optimizer_pairs import Pair, assert_same_states, store_of, used_bytes, wrapped
 
 SHAPES = ((300, 40), (1000,), (64, 64), (7,), (2000, 100), (0, 4), (8, 3, 5, 5), (), *[(128, 150)] * 6)
 """Small ones stay in memory, (2000, 100) is cut, one is empty, one has no dimension."""
@@ -79,15 +74,26 @@ def make_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return made
 
 
-def set_gradients(parameters: list[nn.Parameter], step: int, *, skip: tuple[int, ...] = ()) -> None:
-    generator = torch.Generator().manual_seed(100 + step)
-    for number, parameter in enumerate(parameters):
-        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        parameter.grad = None if number in skip else gradient
+class Odd(Pair):
+    """Of parameters of all shapes and layouts, in two groups."""
+
+    def __init__(self, make: Callable[[Any], Optimizer], dtype: torch.dtype = torch.float32) -> None:
+        self.mine, self.plain = make_parameters(dtype), make_parameters(dtype)
+        self.inner, self.twin = make(grouped(self.mine)), make(grouped(self.plain))
+        self._generator = torch.Generator().manual_seed(100)
+
+    def take(self, weights: list[nn.Parameter]) -> None:
+        """Go on from these."""
+        for p, q in zip(self.mine, weights, strict=True):
+            p.data.copy_(q.data)
 
 
 def grouped(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": parameters[:3]}, {"params": parameters[3:], "weight_decay": 0.05}]
+
+
+def adamw(groups: Any, lr: float = 1e-3) -> Optimizer:
+    return torch.optim.AdamW(groups, lr=lr)
 
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
@@ -96,131 +102,74 @@ pytestmark = pytest.mark.usefixtures("small_subgroups")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_those_of_the_plain_optimizer(kind: str, dtype: torch.dtype, spill_dir: Path) -> None:
-    mine, plain = make_parameters(dtype), make_parameters(dtype)
-    reference = KINDS[kind](grouped(plain))
-    with wrapped(KINDS[kind](grouped(mine)), spill_dir) as optimizer:
+    pair = Odd(KINDS[kind], dtype)
+    with wrapped(pair.inner, spill_dir) as optimizer:
         for step in range(6):
-            skip = (2,) if step == 1 else (4,) if step == 3 else ()
-            set_gradients(mine, step, skip=skip)
-            set_gradients(plain, step, skip=skip)
-            optimizer.step()
-            reference.step()
-            assert_same_parameters(mine, plain)
+            skipped = {1: 2, 3: 4}.get(step)
+            pair.step(optimizer, [number for number in range(len(pair.mine)) if number != skipped])
+            pair.check()
         assert optimizer.stats.num_subgroups > store_of(optimizer).num_slots, "nothing would have to move"
         if optimizer.stats.state_bytes:
             assert optimizer.stats.written_bytes > optimizer.stats.state_bytes
             assert optimizer.stats.read_bytes > 0
-        assert_same_states(optimizer.state_dict(), reference.state_dict())
-    assert_same_states(optimizer.state_dict(), reference.state_dict())
-
-
-def test_two_directories_share_the_states(spill_dir: Path) -> None:
-    parameters, plain = make_parameters(), make_parameters()
-    reference = torch.optim.AdamW(plain)
-    first, second = spill_dir / "one", spill_dir / "two"
-    with wrapped(torch.optim.AdamW(parameters), first, second) as optimizer:
-        for step in range(5):
-            set_gradients(parameters, step)
-            set_gradients(plain, step)
-            optimizer.step()
-            reference.step()
-        assert all(progress.written_bytes > 0 for progress in files_of(optimizer).progress())
-    assert_same_parameters(parameters, plain)
+        pair.check(optimizer)
+    pair.check(optimizer)
 
 
 def test_groups_schedulers_and_hooks_are_the_users(spill_dir: Path) -> None:
-    mine, plain = make_parameters(), make_parameters()
-    calls: list[str] = []
-    inner, reference = torch.optim.AdamW(mine, lr=0.1), torch.optim.AdamW(plain, lr=0.1)
-    inner.register_step_pre_hook(lambda *_: calls.append("pre"))
-    inner.register_step_post_hook(lambda *_: calls.append("post"))
-    before = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
-    with wrapped(inner, spill_dir) as optimizer:
-        after = torch.optim.lr_scheduler.LinearLR(optimizer)
-        schedulers = [torch.optim.lr_scheduler.StepLR(reference, 1, 0.5), torch.optim.lr_scheduler.LinearLR(reference)]
-        extra, extra_plain = nn.Parameter(torch.ones(50, 60)), nn.Parameter(torch.ones(50, 60))
+    pair, calls = Odd(partial(adamw, lr=0.1)), list[str]()
+    pair.inner.register_step_pre_hook(lambda *_: calls.append("pre"))
+    pair.inner.register_step_post_hook(lambda *_: calls.append("post"))
+    schedulers = [StepLR(each, 1, 0.5) for each in (pair.inner, pair.twin)]
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        schedulers += [LinearLR(each) for each in (optimizer, pair.twin)]
         for step in range(4):
-            set_gradients(mine, step)
-            set_gradients(plain, step)
-            extra.grad = extra_plain.grad = torch.full((50, 60), 0.5)
             if step == 2:
-                optimizer.add_param_group({"params": [extra], "lr": 0.3})
-                reference.add_param_group({"params": [extra_plain], "lr": 0.3})
-                for scheduler in (before, after, *schedulers):
+                for each, parameters in ((optimizer, pair.mine), (pair.twin, pair.plain)):
+                    parameters.append(nn.Parameter(torch.ones(50, 60)))
+                    each.add_param_group({"params": parameters[-1:], "lr": 0.3})
+                for scheduler in schedulers:
                     scheduler.base_lrs.append(0.3)
-            optimizer.step()
-            reference.step()
+            pair.step(optimizer)
             if step < 2:
-                for scheduler in (before, after, *schedulers):
+                for scheduler in schedulers:
                     scheduler.step()
-        assert optimizer.param_groups is inner.param_groups
+        assert optimizer.param_groups is pair.inner.param_groups
     assert calls == ["pre", "post"] * 4
-    assert_same_parameters([*mine, extra], [*plain, extra_plain])
-
-
-def test_a_closure_is_called_once_with_gradients_on(spill_dir: Path) -> None:
-    parameters = [nn.Parameter(torch.ones(40, 40))]
-    with wrapped(torch.optim.SGD(parameters, lr=0.1, momentum=0.9), spill_dir) as optimizer:
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = (parameters[0] ** 2).sum()
-            loss.backward()
-            return loss
-
-        assert optimizer.step(closure).item() == 1600.0
-    assert torch.allclose(parameters[0], torch.tensor(0.8))
+    pair.check()
 
 
 def test_a_loaded_state_goes_on_as_the_plain_one(spill_dir: Path) -> None:
     """From plain to ours, to ours with another cut, and back to plain."""
-    plain, mine, back = make_parameters(), make_parameters(), make_parameters()
-    reference = torch.optim.AdamW(grouped(plain))
-    for step in range(2):
-        set_gradients(plain, step)
-        reference.step()
-    saved = copy.deepcopy(reference.state_dict())
-    for p, q in zip(mine, plain, strict=True):
-        p.data.copy_(q.data)
-    with wrapped(torch.optim.AdamW(grouped(mine), lr=0.9), spill_dir) as optimizer:
-        set_gradients(mine, 7)
+    pair, back = Odd(adamw), Odd(adamw)
+    pair.train(pair.inner, 2)
+    saved, weights = copy.deepcopy(pair.twin.state_dict()), copy.deepcopy(pair.plain)
+    pair.inner = adamw(grouped(pair.mine), lr=0.9)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.set_gradients()
         optimizer.step()  # what is loaded must replace this
-        for p, q in zip(mine, plain, strict=True):
-            p.data.copy_(q.data)
+        pair.take(weights)
         optimizer.load_state_dict(saved)
-        for step in range(2, 4):
-            set_gradients(mine, step)
-            set_gradients(plain, step)
-            optimizer.step()
-            reference.step()
-        assert_same_parameters(mine, plain)
-        assert_same_states(optimizer.state_dict(), reference.state_dict())
+        pair.train(optimizer, 2)
+        pair.check(optimizer)
         buffer = io.BytesIO()
         torch.save(optimizer.state_dict(), buffer)
     buffer.seek(0)
-    returned = torch.optim.AdamW(grouped(back))
-    returned.load_state_dict(torch.load(buffer, weights_only=True))
-    for p, q in zip(back, plain, strict=True):
-        p.data.copy_(q.data)
-    set_gradients(back, 4)
-    set_gradients(plain, 4)
-    returned.step()
-    reference.step()
-    assert_same_parameters(back, plain)
+    back.inner.load_state_dict(torch.load(buffer, weights_only=True))
+    back.take(pair.plain)
+    back.plain, back.twin = pair.plain, pair.twin
+    back.step(back.inner)
+    back.check()
 
 
 def test_a_state_dict_stays_what_it_was(spill_dir: Path) -> None:
     """Training goes on and writes; what was handed out does not change, and gives its extents back when it dies."""
-    parameters = make_parameters()
-    with wrapped(torch.optim.AdamW(parameters), spill_dir) as optimizer:
-        for step in range(2):
-            set_gradients(parameters, step)
-            optimizer.step()
+    pair = Odd(adamw)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.train(optimizer, 2)
         held = optimizer.state_dict()
         expected = copy.deepcopy(held)
-        for step in range(2, 8):
-            set_gradients(parameters, step)
-            optimizer.step()
+        pair.train(optimizer, 6)
         assert_same_states(held, expected)
         optimizer.flush()
         used = used_bytes(optimizer)
@@ -232,49 +181,20 @@ def test_a_state_dict_stays_what_it_was(spill_dir: Path) -> None:
 
 
 def test_disk_use_does_not_grow(spill_dir: Path) -> None:
-    parameters = make_parameters()
-    with wrapped(torch.optim.AdamW(parameters), spill_dir) as optimizer:
-        sizes = []
-        for step in range(12):
-            set_gradients(parameters, step)
-            optimizer.step()
+    pair, sizes = Odd(adamw), set[int]()
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        for _ in range(12):
+            pair.step(optimizer)
             optimizer.flush()
-            sizes.append(used_bytes(optimizer))
-        assert len(set(sizes)) == 1
-
-
-class Coupled(Optimizer):
-    """Its learning rate depends on all gradients, as in D-Adaptation."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"d": 1.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["d"] = float(sum(p.grad.abs().sum() for p in group["params"]))
-            for p in group["params"]:
-                p.sub_(p.grad, alpha=group["d"])
-
-
-def test_what_couples_parameters_is_refused(spill_dir: Path) -> None:
-    parameters = make_parameters()
-    with pytest.raises(ConfigError, match="LBFGS"), wrapped(torch.optim.LBFGS(parameters), spill_dir):
-        pass
-    with (
-        pytest.raises(ConfigError, match=r"names Coupled, which .* changes its param_groups\[0\] \['d'\] otherwise"),
-        wrapped(Coupled(parameters), spill_dir),
-    ):
-        pass
+            sizes.add(used_bytes(optimizer))
+    assert len(sizes) == 1
 
 
 def test_after_close_there_is_a_state_but_no_step(spill_dir: Path) -> None:
-    parameters = make_parameters()
-    with wrapped(torch.optim.AdamW(parameters), spill_dir) as optimizer:
-        set_gradients(parameters, 0)
-        optimizer.step()
-        expected = copy.deepcopy(optimizer.state_dict())
-    assert_same_states(optimizer.state_dict(), expected)
+    pair = Odd(adamw)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.step(optimizer)
+    pair.check(optimizer)
     assert optimizer.stats.num_steps == 1
     with pytest.raises(OffloaderClosedError):
         optimizer.step()

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.support.optimizer_pairs import Pair, offloaded
+from tests.support.optimizer_pairs import Pair, offloaded, offloaded_pair
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -47,8 +47,7 @@ class Scaled(Optimizer):
 
 
 def test_attributes_reach_the_step(spill_dir: Path) -> None:
-    pair = Pair(Scaled)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+    with offloaded_pair(Scaled, spill_dir) as (pair, optimizer):
         for name, value in (("scale", 0.25), ("extra", 2.0), ("extra", 3.0), ("halved", True), ("count", 7)):
             setattr(optimizer, name, value)
             setattr(pair.twin, name, value)
@@ -87,16 +86,14 @@ class KeepsElsewhere(Optimizer):
 
 
 def test_what_an_object_keeps_by_parameter_is_not_lost_in_the_next_call(spill_dir: Path) -> None:
-    pair = Pair(KeepsElsewhere, ((128, 150),) * 6)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+    with offloaded_pair(KeepsElsewhere, spill_dir, ((128, 150),) * 6) as (pair, optimizer):
         for active in (None, [0, 5], None):
             pair.step(optimizer, active)
             pair.check()
 
 
 def test_methods_that_somebody_replaces_are_those_that_are_called(spill_dir: Path) -> None:
-    pair = Pair(Scaled)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+    with offloaded_pair(Scaled, spill_dir) as (pair, optimizer):
         for each in (optimizer, pair.twin):
             each.rate = lambda: 0.125
         pair.step(optimizer)
@@ -104,8 +101,7 @@ def test_methods_that_somebody_replaces_are_those_that_are_called(spill_dir: Pat
 
 
 def test_what_frameworks_set_stays_on_the_wrapper(spill_dir: Path) -> None:
-    pair = Pair(Scaled)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+    with offloaded_pair(Scaled, spill_dir) as (pair, optimizer):
         schedules = [LambdaLR(each, lambda step: 1 / (1 + step)) for each in (optimizer, pair.twin)]
         assert "step" not in vars(pair.inner)
         optimizer._mark = 1
@@ -119,19 +115,6 @@ def test_what_frameworks_set_stays_on_the_wrapper(spill_dir: Path) -> None:
         pair.check(optimizer)
         optimizer.step = optimizer.step
         del optimizer.step
-
-
-def test_a_scheduler_that_is_kept_on_the_optimizer_is_no_other_optimizer(spill_dir: Path) -> None:
-    pair = Pair(Scaled)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        optimizer.schedule = LambdaLR(optimizer, lambda _: 1.0)
-        for _ in range(2):
-            pair.step(optimizer)
-        pair.check()
-        assert isinstance(optimizer.schedule, LambdaLR)
-        optimizer.schedule = None
-        assert optimizer.schedule is None
-        assert vars(pair.inner)["schedule"] is None
 
 
 def test_it_is_neither_copied_nor_pickled(spill_dir: Path) -> None:

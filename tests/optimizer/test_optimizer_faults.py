@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ from tests.support.optimizer_pairs import (
     assert_same_states,
     lent_of,
     offloaded,
-    opened,
+    offloaded_pair,
     store_of,
     used_bytes,
+    wrapped,
 )
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
@@ -65,8 +65,7 @@ def test_memory_returns_when_the_drive_does(spill_dir: Path) -> None:
         drive.fail_write = always(enospc)
         with pytest.warns(UserWarning, match="stay in memory"):
             pair.step(optimizer)
-        for _ in range(2):
-            pair.step(optimizer)
+        pair.train(optimizer, 2)
         assert optimizer.stats.resident_bytes == optimizer.stats.state_bytes
         drive.fail_write = None
         optimizer.flush()
@@ -82,8 +81,7 @@ def test_a_read_that_fails_once_is_tried_again(spill_dir: Path) -> None:
         # Far apart: the second try of one must not be a call that fails by itself.
         drive.fail_read = on_calls({2, 42}, eio)
         drive.corrupt_read = lambda index: index == 22
-        for _ in range(4):
-            pair.step(optimizer)
+        pair.train(optimizer, 4)
         assert drive.num_reads > 45
         assert sum(tier.num_retries for tier in store_of(optimizer).tiers) == 3
         pair.check(optimizer)
@@ -93,8 +91,7 @@ def test_a_read_that_fails_once_is_tried_again(spill_dir: Path) -> None:
 def test_states_that_cannot_be_read_end_training_until_a_checkpoint_is_loaded(kind: str, spill_dir: Path) -> None:
     pair = Pair(adamw)
     with offloaded(pair.inner, spill_dir) as (optimizer, drive):
-        for _ in range(2):
-            pair.step(optimizer)
+        pair.train(optimizer, 2)
         saved = copy.deepcopy(optimizer.state_dict())
         weights = [p.detach().clone() for p in pair.mine]
         if kind == "eio":
@@ -118,36 +115,10 @@ def test_states_that_cannot_be_read_end_training_until_a_checkpoint_is_loaded(ki
             for p, weight in zip(pair.mine, weights, strict=True):
                 p.copy_(weight)
         pair.check(optimizer)
-        for _ in range(3):
-            pair.step(optimizer)
+        pair.train(optimizer, 3)
         pair.check(optimizer)
         optimizer.flush()
         assert used_bytes(optimizer) == pytest.approx(optimizer.stats.state_bytes, rel=0.05)
-
-
-def test_a_load_that_is_interrupted_ends_training(spill_dir: Path) -> None:
-    """Half of the states are of another time then."""
-    pair = Pair(adamw)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        pair.step(optimizer)
-        saved = copy.deepcopy(optimizer.state_dict())
-        pair.step(optimizer)
-        wrong = copy.deepcopy(saved)
-        wrong["state"][7] = {"exp_avg": _Interrupts()}
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.load_state_dict(wrong)
-        assert not lent_of(optimizer)
-        with pytest.raises(RuntimeError, match="incomplete"):
-            optimizer.step()
-        optimizer.load_state_dict(saved)
-        assert_same_states(optimizer.state_dict(), saved)
-
-
-class _Interrupts:
-    """Optimizers rebuild what they can iterate over."""
-
-    def __iter__(self) -> Any:
-        raise KeyboardInterrupt
 
 
 # -- interruptions -----------------------------------------------------------------------------------------------------
@@ -155,9 +126,7 @@ class _Interrupts:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_a_closure_that_fails_touches_nothing(error: type[BaseException], spill_dir: Path) -> None:
-    pair = Pair(adamw)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        pair.step(optimizer)
+    with offloaded_pair(adamw, spill_dir, steps=1) as (pair, optimizer):
 
         def closure() -> float:
             raise error("in the model")
@@ -183,8 +152,8 @@ class Stumbling(torch.optim.AdamW):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_step_that_is_interrupted_is_not_trained_on(error: type[BaseException], spill_dir: Path) -> None:
     pair = Pair(lambda p: Stumbling(p, lr=1e-2), shapes=((128, 150),) * 5 + ((77, 77),) + ((128, 150),) * 5)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        pair.step(optimizer)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.train(optimizer, 1)
         saved = copy.deepcopy(optimizer.state_dict())
         weights = [p.detach().clone() for p in pair.mine]
         for _ in range(10):  # what a lost slot would be seen by
@@ -200,8 +169,7 @@ def test_a_step_that_is_interrupted_is_not_trained_on(error: type[BaseException]
             for p, weight in zip(pair.mine, weights, strict=True):
                 p.copy_(weight)
         pair.check(optimizer)
-        for _ in range(3):
-            pair.step(optimizer)
+        pair.train(optimizer, 3)
         pair.check(optimizer)
         optimizer.flush()
         store_of(optimizer).evict(range(len(store_of(optimizer))))
@@ -228,9 +196,7 @@ def test_closing_an_incomplete_one_is_quiet_and_leaves_nothing(spill_dir: Path) 
 
 def test_a_state_dict_may_be_loaded_again_and_again(spill_dir: Path) -> None:
     """Not even its small tensors, which stay in memory, may follow the training that was loaded from it."""
-    pair = Pair(adamw, shapes=((128, 150),) * 3 + ((5,), (300, 200)))
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        pair.step(optimizer)
+    with offloaded_pair(adamw, spill_dir, shapes=((128, 150),) * 3 + ((5,), (300, 200)), steps=1) as (pair, optimizer):
         saved = optimizer.state_dict()
         expected = copy.deepcopy(saved)
         for _ in range(3):
@@ -245,12 +211,10 @@ def test_a_state_dict_while_writes_are_under_way_outlives_everything(spill_dir: 
     pair = Pair(adamw)
     with offloaded(pair.inner, spill_dir) as (optimizer, drive):
         drive.delay_s = 0.005
-        for _ in range(2):
-            pair.step(optimizer)
+        pair.train(optimizer, 2)
         saved = optimizer.state_dict()
         expected = copy.deepcopy(pair.twin.state_dict())
-        for _ in range(3):
-            pair.step(optimizer)
+        pair.train(optimizer, 3)
         assert_same_states(saved, expected)
     assert_same_states(saved, expected)
     del optimizer
@@ -259,18 +223,9 @@ def test_a_state_dict_while_writes_are_under_way_outlives_everything(spill_dir: 
     saved["state"][0]["exp_avg"].zero_()  # private, and writable as a plain one
 
 
-def test_copies_and_pickles_are_refused(spill_dir: Path) -> None:
-    with offloaded(Pair(adamw).inner, spill_dir) as (optimizer, _):
-        for refused in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match="state_dict"):
-                refused(optimizer)
-
-
 def test_the_inner_optimizer_may_be_stepped_and_loaded(spill_dir: Path) -> None:
     """It has the same states, wherever they are."""
-    pair = Pair(adamw)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        pair.step(optimizer)
+    with offloaded_pair(adamw, spill_dir, steps=1) as (pair, optimizer):
         pair.step(pair.inner)
         pair.check(optimizer)
         saved = copy.deepcopy(pair.twin.state_dict())
@@ -281,17 +236,3 @@ def test_the_inner_optimizer_may_be_stepped_and_loaded(spill_dir: Path) -> None:
                 pair.twin.load_state_dict(copy.deepcopy(saved))
         pair.check(optimizer)
         assert not lent_of(optimizer), "they went back to their drive"
-
-
-def test_states_are_not_lost_when_they_cannot_be_taken_over(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(adamw)
-    pair.step(pair.inner)
-    expected = copy.deepcopy(pair.inner.state_dict())
-
-    def refuse(*args: Any) -> Any:
-        raise MemoryError("injected")
-
-    monkeypatch.setattr("lightning_ssd.optimizer.store.buffers.BufferPool.take", refuse)
-    with opened(spill_dir) as offloader, pytest.raises(MemoryError):
-        offloader.offload_optimizer(pair.inner)
-    assert_same_states(pair.inner.state_dict(), expected)

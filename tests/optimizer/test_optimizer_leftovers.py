@@ -18,7 +18,7 @@ from torch import nn
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import StorageError
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
-from tests.support.optimizer_pairs import Pair, adamw, offloaded, opened
+from tests.support.optimizer_pairs import Pair, adamw, offloaded_pair, opened
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -80,10 +80,7 @@ def test_two_optimizers_share_an_offloader(spill_dir: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_is_told_not_to_use_it(spill_dir: Path) -> None:
     """It has no workers: whoever waited for one there would wait for ever."""
-    pair = Pair(adamw)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        for _ in range(2):
-            pair.step(optimizer)
+    with offloaded_pair(adamw, spill_dir, steps=2) as (pair, optimizer):
         saved = optimizer.state_dict()
         pair.set_gradients()
         with warnings.catch_warnings():

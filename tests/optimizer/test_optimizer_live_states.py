@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.optimizer.live_states import LiveStates
 from tests.support.optimizer_pairs import (
     Pair,
     adamw,
     assert_same_states,
-    equal,
     lent_of,
+    offloaded_pair,
     opened,
     partition_of,
     used_bytes,
@@ -50,9 +49,7 @@ def test_steps_update_the_very_tensors_that_somebody_holds(spill_dir: Path) -> N
 
 
 def test_reading_all_states_leaves_none_in_memory_and_writes_none(spill_dir: Path) -> None:
-    pair = Pair(adamw, ((128, 150),) * 40)
-    with wrapped(pair.inner, spill_dir) as optimizer:
-        pair.step(optimizer)
+    with offloaded_pair(adamw, spill_dir, ((128, 150),) * 40, steps=1) as (pair, optimizer):
         optimizer.flush()
         written_bytes = optimizer.stats.written_bytes
         most = 0
@@ -87,37 +84,6 @@ def test_states_that_were_read_before_there_were_any_are_made_on_their_way_down(
             pair.check(optimizer)
 
 
-def test_an_empty_state_in_the_place_of_a_stored_one_stays_empty(spill_dir: Path) -> None:
-    pair = Pair(adamw)
-    with wrapped(pair.inner, spill_dir) as optimizer:
-        pair.step(optimizer)
-        for state in (optimizer.state[pair.mine[2]], pair.twin.state[pair.plain[2]]):
-            state.clear()
-        del state
-        pair.step(optimizer)
-        pair.check(optimizer)
-
-
-def test_reading_states_that_all_stay_held_looks_at_each_a_few_times(
-    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = Pair(adamw, ((64, 64),) * 300)
-    with wrapped(pair.inner, spill_dir) as optimizer:
-        pair.step(optimizer)
-        looks = 0
-        may_leave = LiveStates._may_leave
-
-        def counted(states: LiveStates, *args: Any) -> bool:
-            nonlocal looks
-            looks += 1
-            return may_leave(states, *args)
-
-        monkeypatch.setattr(LiveStates, "_may_leave", counted)
-        held = [state["exp_avg"] for state in optimizer.state.values()]
-        assert looks < 10 * len(held)
-        del held
-
-
 def test_surgery_leaves_nothing_of_the_old_parameters(spill_dir: Path) -> None:
     """Densification, a hundred times in a training: neither memory nor drives fill with what was replaced."""
     pair = Pair(adamw, ((40, 60),) * 12)
@@ -141,23 +107,11 @@ def test_surgery_leaves_nothing_of_the_old_parameters(spill_dir: Path) -> None:
 
 
 def test_copies_and_pickles_of_the_inner_optimizer_are_plain(spill_dir: Path) -> None:
-    pair = Pair(adamw)
-    with wrapped(pair.inner, spill_dir) as optimizer:
-        pair.step(optimizer)
+    with offloaded_pair(adamw, spill_dir, steps=1) as (pair, optimizer):
         for made in (copy.deepcopy(pair.inner), pickle.loads(pickle.dumps(pair.inner))):
             assert_same_states(made.state_dict(), pair.twin.state_dict())
         pair.step(optimizer)
         pair.check(optimizer)
-
-
-def test_after_close_the_inner_optimizer_goes_on(spill_dir: Path) -> None:
-    pair = Pair(adamw)
-    with wrapped(pair.inner, spill_dir) as optimizer:
-        for _ in range(2):
-            pair.step(optimizer)
-    for _ in range(2):
-        pair.step(pair.inner)
-    assert all(map(equal, pair.mine, pair.plain))
 
 
 def test_a_state_that_something_else_holds_is_refused(spill_dir: Path) -> None:
@@ -178,8 +132,7 @@ def test_an_optimizer_goes_through_two_runs(spill_dir: Path) -> None:
     for _ in range(2):
         with opened(spill_dir) as offloader:
             optimizer = offloader.offload_optimizer(pair.inner)
-            for _ in range(2):
-                pair.step(optimizer)
+            pair.train(optimizer, 2)
             left: list[Any] = [optimizer]
             left.append(left)
             del optimizer, left
@@ -203,8 +156,7 @@ def test_a_state_dict_that_a_hook_edits_is_refused(spill_dir: Path) -> None:
 
 
 def test_what_all_parameters_share_stays_in_memory(spill_dir: Path) -> None:
-    pair = Pair(adamw)
-    with wrapped(pair.inner, spill_dir) as optimizer:
+    with offloaded_pair(adamw, spill_dir) as (pair, optimizer):
         for _ in range(2):
             pair.step(optimizer)
             for each in (optimizer, pair.twin):
@@ -222,10 +174,7 @@ def test_what_all_parameters_share_stays_in_memory(spill_dir: Path) -> None:
 @pytest.mark.parametrize("others", [False, True])
 def test_a_small_state_that_is_replaced_by_an_equal_one_is_the_new_one(others: bool, spill_dir: Path) -> None:
     """Whoever has put it there may edit it later."""
-    pair = Pair(adamw, ((128, 150),) * 9 + ((7,),))
-    with wrapped(pair.inner, spill_dir) as optimizer:
-        for _ in range(2):
-            pair.step(optimizer)
+    with offloaded_pair(adamw, spill_dir, ((128, 150),) * 9 + ((7,),), steps=2) as (pair, optimizer):
         held = []
         for mine, plain in ((pair.mine[2], pair.plain[2]), (pair.mine[9], pair.plain[9])):
             for each, p in ((optimizer, mine), (pair.twin, plain)):
@@ -241,23 +190,8 @@ def test_a_small_state_that_is_replaced_by_an_equal_one_is_the_new_one(others: b
             pair.check(optimizer)
 
 
-def test_a_number_is_replaced_by_one_that_is_only_equal(spill_dir: Path) -> None:
-    pair = Pair(adamw)
-    with wrapped(pair.inner, spill_dir) as optimizer:
-        pair.step(optimizer)
-        for number in (0.0, -0.0):
-            for each, p in ((optimizer, pair.mine[2]), (pair.twin, pair.plain[2])):
-                each.state[p]["mark"] = number
-            pair.step(optimizer)
-        for each, p in ((optimizer, pair.mine[2]), (pair.twin, pair.plain[2])):
-            assert str(each.state[p]["mark"]) == "-0.0"
-
-
 def test_after_close_a_state_dict_has_what_was_edited(spill_dir: Path) -> None:
-    pair = Pair(adamw)
-    with wrapped(pair.inner, spill_dir) as optimizer:
-        for _ in range(2):
-            pair.step(optimizer)
+    with offloaded_pair(adamw, spill_dir, steps=2) as (pair, optimizer):
         held = optimizer.state[pair.mine[7]], pair.twin.state[pair.plain[7]]
     for state in held:
         state["exp_avg_sq"].mul_(2)
@@ -276,3 +210,12 @@ def test_after_close_a_state_dict_has_what_was_edited(spill_dir: Path) -> None:
     for each in (pair.inner, pair.twin):
         each.load_state_dict(copy.deepcopy(saved))
     pair.check(optimizer)
+
+
+def test_an_empty_state_in_the_place_of_a_stored_one_stays_empty(spill_dir: Path) -> None:
+    with offloaded_pair(adamw, spill_dir, steps=1) as (pair, optimizer):
+        for state in (optimizer.state[pair.mine[2]], pair.twin.state[pair.plain[2]]):
+            state.clear()
+        del state
+        pair.step(optimizer)
+        pair.check(optimizer)

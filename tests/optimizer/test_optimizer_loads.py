@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, offloaded, partition_of
+from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, offloaded, offloaded_pair, partition_of
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -43,9 +43,7 @@ def test_a_hook_may_load_a_checkpoint_of_fewer_parameters(spill_dir: Path) -> No
 
 
 def test_loaded_states_that_slices_cannot_share_come_back_as_they_were(spill_dir: Path) -> None:
-    pair = Pair(adamw, shapes=CUT)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        pair.step(optimizer)
+    with offloaded_pair(adamw, spill_dir, shapes=CUT, steps=1) as (pair, optimizer):
         saved = pair.twin.state_dict()
         as_long_as_a_slice = partition_of(optimizer).subgroups[0].parts[0].num_elements
         saved["state"][0]["past"] = [torch.ones(3), 2]
@@ -53,15 +51,13 @@ def test_loaded_states_that_slices_cannot_share_come_back_as_they_were(spill_dir
         for each in (optimizer, pair.twin):
             each.load_state_dict(copy.deepcopy(saved))
         assert_same_states(optimizer.state_dict(), pair.twin.state_dict())
-        for _ in range(2):
-            pair.step(optimizer)
+        pair.train(optimizer, 2)
         pair.check(optimizer)
 
 
 def test_loaded_states_may_be_empty_and_keep_their_order(spill_dir: Path) -> None:
     """A state that somebody has looked at before there was one is saved as an empty one."""
-    pair = Pair(adamw, shapes=CUT)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+    with offloaded_pair(adamw, spill_dir, shapes=CUT) as (pair, optimizer):
         pair.step(optimizer, [2])
         for parameters, each in ((pair.mine, optimizer), (pair.plain, pair.twin)):
             assert not each.state[parameters[0]]

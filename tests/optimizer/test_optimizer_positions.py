@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from tests.support.optimizer_pairs import Pair, assert_same_parameters, assert_same_states, offloaded
+from tests.support.optimizer_pairs import Pair, assert_same_parameters, offloaded, offloaded_pair
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -44,12 +44,6 @@ class ZipsGroups(ByPlace):
     def rates(self) -> list[tuple[nn.Parameter, float]]:
         pairs = zip(self.param_groups, self.base_rates, strict=True)
         return [(p, rate) for group, rate in pairs for p in group["params"]]
-
-
-class CountsGroups(ByPlace):
-    def rates(self) -> list[tuple[nn.Parameter, float]]:
-        first = self.param_groups[0]["lr"]
-        return [(p, first / (1 + n)) for n, group in enumerate(self.param_groups) for p in group["params"]]
 
 
 class ZipsNames(ByPlace):
@@ -87,9 +81,7 @@ def _scaled(p: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 MAKERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
-    "zips groups": lambda p: ZipsGroups(_two(p)),
     "zips groups, one of them empty": lambda p: ZipsGroups([{"params": []}, *_two(p)]),
-    "counts groups": lambda p: CountsGroups(_two(p)),
     "zips names": lambda p: ZipsNames([(str(number), q) for number, q in enumerate(p)]),
     "notes in groups": lambda p: NotesInGroups([{"params": [q], "notes": {"past": []}} for q in p]),
 }
@@ -97,8 +89,7 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_places_are_those_of_the_plain_step(maker: str, spill_dir: Path) -> None:
-    pair = Pair(MAKERS[maker])
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
+    with offloaded_pair(MAKERS[maker], spill_dir) as (pair, optimizer):
         for active in (None, [0, 3, 7], [7, 8], None):
             pair.step(optimizer, active)
         pair.check(optimizer)
@@ -129,22 +120,3 @@ def test_a_list_by_parameter_is_no_option_of_the_group(spill_dir: Path) -> None:
     pair = Pair(lambda p: ZipsRates(_scaled(p)))
     with offloaded(pair.inner, spill_dir) as (optimizer, _), pytest.raises(ValueError, match=r"zip\(\) argument"):
         pair.step(optimizer)
-
-
-def test_options_that_are_as_many_as_parameters_stay_whole(spill_dir: Path) -> None:
-    """Two betas, for two parameters of two calls."""
-    pair = Pair(CountsGroups, shapes=((128, 150),) * 2)
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        for _ in range(2):
-            pair.step(optimizer)
-        pair.check(optimizer)
-
-
-def test_groups_that_a_call_does_not_touch_keep_their_options(spill_dir: Path) -> None:
-    """PyTorch's own see only the groups of a call, the others all."""
-    pair = Pair(lambda p: torch.optim.AdamW([{"params": p[:6]}, {"params": p[6:], "lr": 0.1}, {"params": []}]))
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        for active in (None, [7], None):
-            pair.step(optimizer, active)
-        pair.check(optimizer)
-        assert_same_states(optimizer.state_dict(), pair.twin.state_dict())

@@ -19,21 +19,6 @@ class Tier:
         self.freed.append(stored)
 
 
-def test_they_are_given_back_when_their_holder_is_dead_and_somebody_has_time() -> None:
-    tier, returned, hold = Tier(), DeferredReleases(), CopyPin()
-    copies = [StoredCopy(tier, 0)]
-    returned.watch(hold, copies)
-    copies.append(StoredCopy(tier, 1))
-    returned.give_back()
-    assert tier.freed == []
-    del hold
-    assert tier.freed == []
-    for _ in range(2):
-        returned.give_back()
-        assert sorted(tier.freed) == [0, 1]
-    assert not returned._watched
-
-
 def test_what_another_one_holds_stays() -> None:
     tier, returned = Tier(), DeferredReleases()
     copy = StoredCopy(tier, "shared")

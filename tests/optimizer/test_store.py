@@ -55,23 +55,6 @@ def test_what_was_put_comes_back(drive: Drive, tmp_path: Path) -> None:
         assert mapped_bytes(store) <= 2 * NBYTES
 
 
-def test_a_subgroup_that_lost_its_moving_states_takes_no_space(drive: Drive, tmp_path: Path) -> None:
-    with store_on((drive, tmp_path)) as store:
-        put(store, 0, 1)
-        assert store.take(0) is not None
-        store.give(0, None, is_dirty=True, keep=False)
-        assert store.take(0) is None
-        assert used_bytes(store) == 0
-
-
-def test_a_stale_wish_does_not_stop_another(drive: Drive, tmp_path: Path) -> None:
-    """More is asked for ahead of time than there is memory; then something else is taken."""
-    with store_on((drive, tmp_path)) as store:
-        put_all(store, range(6))
-        store.prefetch([5, 4, 3, 2, 1, 0])
-        within_patience(lambda: assert_all_hold(store, range(6)))
-
-
 def test_new_memory_comes_before_reads_ahead_of_time(drive: Drive, tmp_path: Path) -> None:
     """Else all that was asked for would be read, and dropped, before there were new memory."""
     with store_on((drive, tmp_path), num_slots=3) as store:
@@ -188,29 +171,6 @@ def test_a_dying_holder_waits_for_no_lock(drive: Drive, tmp_path: Path) -> None:
         store.evict([0])
         assert used_bytes(store) == NBYTES
         assert_holds(store, 0, 2)
-
-
-def test_a_flush_waits_for_what_is_under_way(drive: Drive, tmp_path: Path) -> None:
-    with store_on((drive, tmp_path)) as store:
-        drive.may_move.clear()
-        put(store, 0, 1)
-        timer = threading.Timer(0.05, drive.may_move.set)
-        timer.start()
-        store.flush()
-        timer.join()
-        assert isinstance(store.hold(0), StoredCopy)
-        assert store.in_memory() == [0], "what is wanted at once must not leave"
-
-
-def test_what_is_taken_while_it_is_written_is_not_read(drive: Drive, tmp_path: Path) -> None:
-    with store_on((drive, tmp_path)) as store:
-        drive.may_move.clear()
-        put(store, 0, 9)
-        timer = threading.Timer(0.05, drive.may_move.set)
-        timer.start()
-        assert_holds(store, 0, 9)
-        timer.join()
-        assert drive.num_reads == 0
 
 
 def test_after_close_nobody_waits(drive: Drive, tmp_path: Path) -> None:

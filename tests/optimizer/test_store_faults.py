@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_ssd.errors import CorruptionError, StorageError
-from lightning_ssd.optimizer.store.entry import CopyPin, StoredCopy
-from tests.support.faults import always, eio, enospc, on_calls
+from lightning_ssd.errors import StorageError
+from lightning_ssd.optimizer.store.entry import StoredCopy
+from tests.support.faults import always, eio, enospc
 from tests.support.patience import PATIENCE_S
 from tests.support.state_stores import (
     NBYTES,
@@ -27,24 +26,6 @@ from tests.support.state_stores import (
     whole,
     within_patience,
 )
-
-
-@pytest.mark.parametrize("error", [eio, enospc])
-def test_a_failed_write_keeps_memory_and_warns_once(
-    error: Callable[[], StorageError], drive: Drive, tmp_path: Path
-) -> None:
-    drive.fail_write = always(error)
-    with store_on((drive, tmp_path)) as store:
-        for value in (1, 2, 3):
-            put_all(store, range(6), value)
-        assert_all_hold(store, range(6), 3)
-        with pytest.raises(StorageError, match="stay in memory"):
-            store.flush()
-        warning = store.take_warning()
-        assert warning is not None
-        assert "stay in memory, exact as before: [Errno" in warning
-        assert store.take_warning() is None
-        assert used_bytes(store) == 0
 
 
 def test_each_stuck_subgroup_has_one_more_slot_until_it_is_written(drive: Drive, tmp_path: Path) -> None:
@@ -78,7 +59,7 @@ def test_a_write_that_fails_leaves_the_last_good_copy(drive: Drive, tmp_path: Pa
         assert isinstance(in_memory, torch.UntypedStorage)
         assert bool((whole(in_memory) == 2).all())
         assert_holds(store, 0, 2)
-        store.release_with(CopyPin(), [held])
+        store.release([held])
 
 
 def test_the_other_directory_takes_over(drive: Drive, tmp_path: Path) -> None:
@@ -124,16 +105,6 @@ def test_a_write_that_fails_while_directories_close_kills_no_worker(
     assert not died
 
 
-def test_a_read_that_fails_once_is_tried_again(drive: Drive, tmp_path: Path) -> None:
-    with store_on((drive, tmp_path)) as store:
-        put(store, 0, 1)
-        store.flush()
-        store.evict([0])
-        drive.fail_read = on_calls({0}, eio)
-        assert_holds(store, 0, 1)
-        assert store.tiers[0].num_retries == 1
-
-
 def test_a_read_that_fails_is_told_to_who_takes_it_and_to_nobody_later(drive: Drive, tmp_path: Path) -> None:
     """Also where it was read ahead of time, and states have been replaced since."""
     with store_on((drive, tmp_path), num_slots=4) as store:
@@ -152,18 +123,6 @@ def test_a_read_that_fails_is_told_to_who_takes_it_and_to_nobody_later(drive: Dr
         assert_all_hold(store, range(6), 7)
         store.flush()
         assert used_bytes(store) == 6 * NBYTES
-
-
-def test_wrong_bytes_are_not_handed_on(drive: Drive, tmp_path: Path) -> None:
-    with store_on((drive, tmp_path)) as store:
-        put(store, 3, 1)
-        store.flush()
-        store.evict([3])
-        drive.corrupt_read = lambda index: True
-        with pytest.raises(CorruptionError, match="subgroup 3"):
-            store.take(3)
-        drive.corrupt_read = None
-        assert_holds(store, 3, 1)
 
 
 def test_no_memory_for_a_read_is_an_error_not_a_hang(

@@ -15,10 +15,11 @@ class PointsIn(Points):
 
     Args:
         names: of the files, below the package; without any, all files are meant.
+        one_in: of so many points outside of deferred sections, one is interrupted.
     """
 
-    def __init__(self, *names: str) -> None:
-        super().__init__((0, 1))
+    def __init__(self, *names: str, one_in: int = 1) -> None:
+        super().__init__((0, one_in))
         self._paths = {str(Path(PACKAGE, name)) for name in names}
         assert all(Path(path).is_file() for path in self._paths)
 

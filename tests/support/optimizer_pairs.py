@@ -20,11 +20,14 @@ from lightning_ssd.storage.backend import Backend
 from tests.support.faults import FaultyBackend
 from tests.support.state_stores import used_bytes as store_bytes
 
+Shapes = tuple[tuple[int, ...], ...]
+TEN: Shapes = ((128, 150),) * 10
+
 
 class Pair:
     """The same parameters twice: one for an offloaded optimizer, one for a plain twin."""
 
-    def __init__(self, make: Callable[[Any], Optimizer], shapes: tuple[tuple[int, ...], ...] = ((128, 150),) * 10):
+    def __init__(self, make: Callable[[Any], Optimizer], shapes: Shapes = TEN):
         generator = torch.Generator().manual_seed(1)
         self.mine = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
         self.plain = [nn.Parameter(p.detach().clone()) for p in self.mine]
@@ -42,6 +45,10 @@ class Pair:
         self.set_gradients(active)
         optimizer.step()
         self.twin.step()
+
+    def train(self, optimizer: Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            self.step(optimizer)
 
     def check(self, optimizer: Optimizer | None = None) -> None:
         assert_same_parameters(self.mine, self.plain)
@@ -116,6 +123,17 @@ def wrapped(inner: Optimizer, *directories: Path, **kwargs: Any) -> Iterator[Off
         optimizer = offloader.offload_optimizer(inner)
         assert isinstance(optimizer, OffloadedOptimizer)
         yield optimizer
+
+
+@contextmanager
+def offloaded_pair(
+    make: Callable[[Any], Optimizer], directory: Path, shapes: Shapes = TEN, *, steps: int = 0
+) -> Iterator[tuple[Pair, OffloadedOptimizer]]:
+    """A pair, one of which is wrapped, after so many steps."""
+    pair = Pair(make, shapes)
+    with wrapped(pair.inner, directory) as optimizer:
+        pair.train(optimizer, steps)
+        yield pair, optimizer
 
 
 @contextmanager
