@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,9 +109,3 @@ def test_a_wider_window_is_faster_and_larger(
         assert after.min_peak_bytes >= before.min_peak_bytes
     elif after.min_peak_bytes <= limit:
         assert before.min_peak_bytes <= limit
-
-
-def test_infinitely_fast_writes_reach_the_floor() -> None:
-    lives = Lifetimes(three())
-    reached = bound(lives, [SSD, SSD, SSD], ssd(1e15, 1), limit_bytes=None, ahead_bytes=50)
-    assert reached.peak_bytes == pytest.approx(reached.min_peak_bytes, abs=100)

@@ -14,7 +14,6 @@ from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, Plan, PlanObjective
 from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, smallest_budget
 from lightning_ssd.planning.recompute_trace import inner_storages, recomputed
-from lightning_ssd.planning.trace import Trace
 from tests.support.traces import HOST, KEEP, SSD, network, play, rates, ssd, storage, trace
 
 RECOMPUTE = Placement.RECOMPUTE
@@ -67,25 +66,11 @@ def test_a_useless_drive_takes_nothing() -> None:
     assert plan.prediction.peak_bytes == NET.saved_peak_bytes
 
 
-def test_a_budget_costs_nothing_where_the_drive_keeps_up() -> None:
-    plan = make_plan(NET, ssd(700), PlanObjective(budget_bytes=4000))
-    assert plan.prediction.stall_s == 0
-    assert plan.prediction.peak_bytes <= 4000
-    assert plan.limit_bytes == 4000
-
-
 def test_a_budget_costs_what_the_drive_needs() -> None:
     plan = make_plan(NET, Machine(ssd=rates(300, 1e6)), PlanObjective(budget_bytes=4000))
     # The last storage is packed at 9.9 s. By then 6,000 bytes must have left, which takes 20 s.
     assert plan.prediction.stall_s == pytest.approx(10.1, abs=1e-3)
     assert plan.prediction.peak_bytes <= 4000
-
-
-def test_a_budget_above_all_keeps_all() -> None:
-    plan = make_plan(NET, ssd(1e6), PlanObjective(budget_bytes=10_000, recompute=True))
-    assert set(plan.placements) == {KEEP}
-    assert plan.prediction.written_bytes == 0
-    assert plan.limit_bytes == 10_000
 
 
 def test_the_host_takes_the_overflow() -> None:
@@ -95,13 +80,6 @@ def test_the_host_takes_the_overflow() -> None:
     assert plan.prediction.peak_bytes <= alone.prediction.peak_bytes - 2000
     first = make_plan(NET, Machine(ssd=rates(1e6), host=rates(1e6, capacity=3000)), PlanObjective())
     assert count(first, HOST) == 0
-
-
-def test_the_host_alone() -> None:
-    plan = make_plan(NET, Machine(host=rates(1e6)), PlanObjective())
-    assert plan.prediction.peak_bytes == 300
-    assert plan.prediction.written_bytes == 0
-    assert count(plan, SSD) == 0
 
 
 @pytest.mark.parametrize(("rate", "budget"), [(100, 3000), (200, 3500)])
@@ -125,11 +103,6 @@ def test_a_mix_beats_recompute_and_drive_alone(rate: float, budget: int) -> None
     assert [block for block, _ in plan.inputs] == sorted(plan.recompute)
 
 
-def test_recompute_only_when_it_wins() -> None:
-    assert not make_plan(NET, ssd(1e6), PlanObjective(budget_bytes=2000, recompute=True)).recompute
-    assert not make_plan(NET, ssd(1e6), PlanObjective(recompute=True)).recompute
-
-
 def test_a_plan_says_what_wear_forbids_it_to_write() -> None:
     free = make_plan(NET, ssd(1e6), PlanObjective())
     for goal in (PlanObjective(written_bytes=0), PlanObjective(written_bytes=99)):  # a storage has 100 bytes
@@ -141,18 +114,6 @@ def test_a_plan_says_what_wear_forbids_it_to_write() -> None:
     fits = PlanObjective(written_bytes=0, budget_bytes=10_000)
     assert make_plan(NET, ssd(1e6), fits).refused_bytes == 0, "nothing has to be"
     assert free.refused_bytes == 0
-
-
-def test_what_wear_forbids_is_not_told_where_the_search_without_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = planner._make
-
-    def fails(case: Trace, machine: Machine, goal: PlanObjective) -> Plan:
-        if goal.written_bytes is None:
-            raise BudgetTooSmall(1, 2)
-        return make(case, machine, goal)
-
-    monkeypatch.setattr(planner, "_make", fails)
-    assert make_plan(NET, ssd(1e6), PlanObjective(written_bytes=0)).refused_bytes == 0
 
 
 def test_wear_limits_what_is_written() -> None:
@@ -194,13 +155,6 @@ def test_an_empty_pass(goal: PlanObjective) -> None:
     plan = make_plan(trace([]), ssd(1), goal)
     assert plan.placements == ()
     assert (plan.prediction.step_s, plan.prediction.peak_bytes, plan.limit_bytes) == (0, 0, 0)
-
-
-def test_one_storage() -> None:
-    case = trace([storage(100, 0, 5, 6)], forward_end=5, end=6)
-    # It must be in memory when it is packed and when it is wanted: nothing lowers the peak, so nothing moves.
-    assert make_plan(case, ssd(1e6), PlanObjective()).placements == (KEEP,)
-    assert smallest_budget(case, ssd(1e6), PlanObjective()) == 100
 
 
 def test_never_wanted_and_zero_length() -> None:

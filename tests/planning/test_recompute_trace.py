@@ -52,34 +52,12 @@ def test_the_first_block_by_hand() -> None:
     assert other.blocks[1] == two_blocks().blocks[1]
 
 
-def test_both_blocks_by_hand() -> None:
-    other, old = recomputed(two_blocks(), frozenset({0, 1}))
-    # Forward is run again from 2 s to 3 s (block 1) and from 5 s to 6 s (block 0).
-    assert old == (-1, -2, 2, 3, 0, 1)
-    assert [times(s) for s in other.storages] == [
-        (0, 1, 5, 8),
-        (1, 2, 2, 5),
-        (2, 2, 4, 5),
-        (2.5, 2.5, 3, 4),
-        (5, 5, 7, 8),
-        (5.5, 5.5, 6, 7),
-    ]
-    assert other.end_s == 8
-    assert other.saved_peak_bytes == 214  # block 1, its input, and the other one's
-
-
 def test_memory_falls_to_inputs_and_one_block() -> None:
     case = network(10, 10, nbytes=100, input_nbytes=10)
     other, _ = recomputed(case, frozenset(range(10)))
     assert case.saved_peak_bytes == 10_000
     assert other.saved_peak_bytes == 10 * 10 + 10 * 100
     assert other.end_s == pytest.approx(case.end_s + 10)
-
-
-def test_no_input_no_pseudo_storage() -> None:
-    other, old = recomputed(network(2, 2, input_nbytes=0), frozenset({0}))
-    assert old == (2, 3, 0, 1)
-    assert len(other.storages) == 4
 
 
 def test_nothing_to_recompute_changes_nothing() -> None:
@@ -121,23 +99,6 @@ def test_missing_backward_times_come_from_what_the_block_saved(missing: dict[str
     holes = replace(case, blocks=(replace(case.blocks[0], **missing), case.blocks[1]))
     other, old = recomputed(holes, frozenset({0}))
     assert (other.storages, other.order, old) == (whole[0].storages, whole[0].order, whole[1])
-
-
-def test_missing_forward_times_leave_the_block_alone() -> None:
-    case = network(2, 2)
-    blocks = (replace(case.blocks[0], forward_start_s=0, forward_end_s=0), replace(case.blocks[1], forward_end_s=0))
-    case = replace(case, blocks=blocks)
-    other, _ = recomputed(case, frozenset({0, 1}))
-    assert other.end_s == case.end_s
-    assert recomputable(case) == (0,)  # only what was packed at 0 s lies in it
-
-
-def test_rounding_does_not_delay_a_free() -> None:
-    """Freed at the very moment in which the next block is recomputed, but for the last bit."""
-    case = two_blocks()
-    storages = tuple(replace(s, freed_s=4.0 + 1e-15 * 4) if s.freed_s == 4 else s for s in case.storages)
-    other, _ = recomputed(replace(case, storages=storages), frozenset({0}))
-    assert other.storages[1].freed_s < 4.5
 
 
 @given(passes(), st.sets(st.integers(0, 2)))

@@ -71,11 +71,6 @@ def test_frozen_ones_wait_before_trained_ones() -> None:
     assert drawn(choose_residents(units, room_bytes=50, in_flight_bytes=10)) == "x...x.."
 
 
-def test_no_units() -> None:
-    assert choose_residents([], room_bytes=0, in_flight_bytes=0) == ()
-    assert choose_residents([], room_bytes=None, in_flight_bytes=0) == ()
-
-
 @given(MODELS, SIZES, SIZES)
 @laws
 def test_what_fits_stays(units: list[ResidencyUnit], room: int, in_flight: int) -> None:
@@ -249,13 +244,6 @@ def test_lacking_memory_is_told_at_once_and_spare_memory_after_many_steps() -> N
     assert [memory.judge(1000, 800 if step else 700) for step in range(63)] == [0] * 63
     assert memory.judge(1000, 750) == 150, "the least of them, but for a part that stays free"
     assert [memory.judge(1000, 700) for _ in range(63)] == [0] * 63
-
-
-def test_one_step_that_needs_more_begins_the_count_anew() -> None:
-    memory = SpareMemory()
-    for _ in range(10):
-        assert {memory.judge(1000, 700) for _ in range(63)} == {0}
-        assert memory.judge(1000, 960) == 0
 
 
 def test_a_need_that_comes_and_goes_moves_units_ever_more_seldom() -> None:

@@ -37,15 +37,6 @@ def test_gradients_that_wait_cost_a_write_and_no_room() -> None:
     assert offload.written_bytes - keep.written_bytes == 14e9
 
 
-@pytest.mark.parametrize("gradients", ["keep", "offload"])
-def test_what_waits_never_takes_more_of_the_device_with_more_blocks(gradients: str) -> None:
-    held = [
-        fit(even_model(num_parameters=1e9, num_blocks=blocks), gradients=gradients).device_bytes  # type: ignore[arg-type]
-        for blocks in (8, 16, 32, 64)
-    ]
-    assert held == sorted(held, reverse=True)
-
-
 def test_blocks_count_with_their_own_sizes() -> None:
     """An embedding, two blocks of which one is frozen, and what is too small to wait."""
     sizes = ((500, 500), (100, 100), (200, 0))
@@ -75,14 +66,6 @@ def test_states_in_an_update_are_four_subgroups_per_directory(state_bytes: int, 
     found = fit(ModelSize(units=(), staying=nothing, state_bytes=state_bytes), num_directories=num_directories)
     slots = 4 * num_directories * subgroup_bytes(state_bytes, num_directories)
     assert found.device_bytes == min(slots, state_bytes)
-
-
-def test_subgroups_that_are_larger_than_units_have_weights_of_several() -> None:
-    """Of 128 MB of states, an update has 16 MiB in memory, and as large a share of the weights."""
-    size = even_model(num_parameters=16e6, num_blocks=64, weight_bytes=4)
-    states = 4 * (4 << 20)
-    assert states / 128e6 * 64e6 > 4 * 1e6, "more than four blocks"
-    assert fit(size, gradients="keep").device_bytes == states + states / 128e6 * 64e6 + 64e6
 
 
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

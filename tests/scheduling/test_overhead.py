@@ -16,7 +16,8 @@ from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.overhead import CpuCosts, Overhead, OverheadModel
 from lightning_ssd.scheduling.scheduler import Scheduler
-from tests.support.fake_passes import FakeRecorder, run_pass
+from tests.support.fake_passes import FakeRecorder, planned
+from tests.support.pairs import pairwise
 
 # -- the account ------------------------------------------------------------------------------------------------------
 
@@ -177,9 +178,7 @@ def rates(gb_per_s: float, capacity_bytes: int | None = None) -> TierRates:
     return TierRates(write_bytes_per_s=gb_per_s * GB, read_bytes_per_s=gb_per_s * GB, capacity_bytes=capacity_bytes)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.2])
-@pytest.mark.parametrize("drive_gb_per_s", [3.0, 30.0])
-@pytest.mark.parametrize("host_gb", [0, 4])
+@pairwise("noise, drive_gb_per_s, host_gb", [0.0, 0.2], [3.0, 30.0], [0, 4])
 def test_a_device_keeps_its_promise_for_a_hundred_passes(noise: float, drive_gb_per_s: float, host_gb: int) -> None:
     """50 ms a pass, 6.6 GB saved: 130 GB/s, of which a drive takes a few per cent and a host link of 50 GB/s more."""
     host = rates(50.0, host_gb * GB) if host_gb else None
@@ -240,8 +239,7 @@ def test_sizes_that_never_come_again_do_not_move_for_ever(wear: int | None) -> N
     try:
         for number in range(20):
             trace = transformer(step_s=0.05, saved_bytes=(40 + number) << 20, count=20)
-            run_pass(made, trace, available_bytes=1 << 40)
-            made.wait()
+            planned(made, trace, available_bytes=1 << 40)
             again = made.cursor("a", level_bytes=0, available_bytes=1 << 40)[0]
             places = {again.place(number + 1) for _ in range(20)}
             if wear is not None or number >= 7:

@@ -51,11 +51,6 @@ def test_what_comes_after_the_end_of_a_plan_departs_from_it() -> None:
     assert cursor.completed() is cursor.followed is None
 
 
-def test_a_plan_that_was_left_is_not_taken_up_again() -> None:
-    cursor = PlanCursor([known((5, 5, 5), KEEP, KEEP, KEEP)])
-    assert placed(cursor, 5, 4, 5) == [KEEP, HOST, HOST]
-
-
 def test_without_a_plan_everything_moves_and_what_there_is_no_room_for_is_waited_for() -> None:
     cursor = PlanCursor(room_bytes=10)
     assert placed(cursor, 6, 4) == [HOST, HOST]
@@ -84,11 +79,3 @@ def test_the_plan_of_a_pass_that_ends_early_is_found_behind_a_longer_one() -> No
     assert cursor.completed() is shorter
     placed(cursor, 1)
     assert cursor.completed() is longer
-
-
-def test_blocks_and_limit_are_as_given() -> None:
-    cursor = PlanCursor(recompute=frozenset({1, 3}), limit_bytes=7)
-    assert [cursor.block(index) for index in range(5)] == [False, True, False, True, False]
-    assert cursor.limit_bytes == 7
-    assert PlanCursor().limit_bytes is None
-    assert not PlanCursor().block(0)

@@ -97,16 +97,6 @@ def test_another_plan_begins_anew_and_so_does_one_with_a_new_prediction() -> Non
         assert (report.num_passes, report.measured_step_s) == (1, 7.0)
 
 
-def test_a_long_run_is_judged_by_its_latest_passes() -> None:
-    comparison = Comparison()
-    for step in range(1000):
-        comparison.add(PLAN, replace(ONE, step_s=float(step)))
-    report = comparison.report(1)
-    assert report is not None
-    assert report.num_passes == 64
-    assert report.measured_step_s == 967.5
-
-
 def test_a_short_last_batch_takes_no_place_of_the_passes_that_save_most() -> None:
     comparison = Comparison()
     for step in range(40):

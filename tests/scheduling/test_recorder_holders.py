@@ -8,7 +8,6 @@ from collections import Counter
 
 import pytest
 
-from lightning_ssd.common import tensors
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.scheduling import recorder
 from lightning_ssd.scheduling.recorder import Recorder
@@ -75,17 +74,6 @@ def test_several_objects_of_ours_over_one_storage_are_one_holder(clock: FakeCloc
     assert second_key.alive()
 
 
-def test_a_view_holds_a_storage_as_its_base_does(clock: FakeClock) -> None:
-    told = begun(clock)
-    one = saved()
-    assert one.variable is not None
-    told.packed(NBYTES, one.key)
-    one.variable = one.variable[:1]
-    clock.at(101)
-    told.forward_ended()
-    assert not told.trace(clock.at(102)).storages[0].movable
-
-
 def test_memory_that_another_thread_has_dropped_counts_as_released(clock: FakeClock) -> None:
     told = begun(clock)
     first = pack(told, clock, 101)
@@ -132,18 +120,6 @@ def test_many_held_storages_are_looked_at_in_turns(clock: FakeClock) -> None:
     assert sum(released.values()) == 100
     assert max(released) == 50, "at the end of forward all are looked at"
     assert len(later) == 10
-
-
-def test_where_nobody_can_look_everything_may_move(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "_use_count", None)
-    told = begun(clock)
-    held = pack(told, clock, 101, held=True)
-    clock.at(102)
-    told.forward_ended()
-    told.wanted(0)
-    (storage,) = told.trace(clock.at(103)).storages
-    assert (storage.movable, storage.last_used_s) == (True, 1)
-    assert held.variable is not None
 
 
 def test_other_memory_at_its_worst_moment(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.planner import smallest_budget
-from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling import plan_maker as module
 from lightning_ssd.scheduling.clock import Clock, HostClock
 from lightning_ssd.telemetry.metrics import METRICS
@@ -26,6 +24,7 @@ from tests.support.fake_passes import (
     machine_of,
     make_trace,
     opened,
+    planned,
     run_pass,
 )
 from tests.support.patience import PATIENCE_S
@@ -66,8 +65,7 @@ def test_a_plan_is_not_left_to_a_pass_that_warmed_up(clock: type[Clock]) -> None
             stall_s = 0.5 * any(known.plan.keep_step_s > step_s for known in plans)
             trace = make_trace(step_s=step_s)
             end_s = step_s + stall_s
-            cursor, _ = run_pass(made, trace, step_s=end_s, stall_s=stall_s, clock=clock, available_bytes=1 << 40)
-            made.wait()
+            cursor, _ = planned(made, trace, step_s=end_s, stall_s=stall_s, clock=clock, available_bytes=1 << 40)
         assert cursor.followed is not None
         assert cursor.followed.plan.keep_step_s == 2.0
 
@@ -86,21 +84,11 @@ def test_passes_of_two_lengths_have_their_plans_and_are_not_traced_for_ever() ->
         assert 2 <= num_traced <= 5
 
 
-def test_sizes_that_never_come_again_are_not_waited_for() -> None:
-    with opened() as made:
-        for number in range(40):
-            count = 6 if number == 5 else 12
-            _, wants_trace = run_pass(made, make_trace(count), step_s=1.0, available_bytes=1 << 40)
-            made.wait()
-        assert not wants_trace
-
-
 def test_each_signature_and_each_sequence_of_sizes_has_its_plan() -> None:
     with opened() as made:
         for count, signature in ((12, "a"), (8, "a"), (6, "b")):
             for _ in range(2):
-                run_pass(made, make_trace(count), signature=signature)
-                made.wait()
+                planned(made, make_trace(count), signature=signature)
         for count, signature in ((12, "a"), (6, "b"), (8, "a")):
             cursor, wants_trace = run_pass(made, make_trace(count), signature=signature)
             assert not wants_trace
@@ -114,8 +102,7 @@ def test_one_pass_that_hiccups_changes_nothing_and_two_do() -> None:
     trace = make_trace()
     with opened() as made:
         for _ in range(2):
-            run_pass(made, trace)
-            made.wait()
+            planned(made, trace)
         wants = [run_pass(made, trace, step_s=1 + s, stall_s=s)[1] for s in (0.0, 4.0, 0.0, 4.0, 0.0)]
         assert wants == [False] * 5
         run_pass(made, trace, step_s=5.0, stall_s=4.0)
@@ -154,14 +141,12 @@ def test_passes_for_which_nothing_may_move_need_no_hooks_and_are_planned_again_m
 def test_a_drive_that_has_become_slow_is_given_less() -> None:
     trace, now = make_trace(), [FAST]
     with opened(machine=lambda: now[0]) as made:
-        run_pass(made, trace)
-        made.wait()
+        planned(made, trace)
         before = made.cursor("a", level_bytes=0, available_bytes=None)[0]
         # Ten storages per second. (One per second would not slow the pass down: nearly all writes would be taken back.)
         now[0] = Machine(ssd=TierRates(write_bytes_per_s=1e7, read_bytes_per_s=1e7))
         for _ in range(6):
-            run_pass(made, trace)
-            made.wait()
+            planned(made, trace)
         after = made.cursor("a", level_bytes=0, available_bytes=None)[0]
         placed = [[cursor.place(NBYTES) for _ in range(COUNT)] for cursor in (before, after)]
         assert placed[0].count(Placement.SSD) > placed[1].count(Placement.SSD) + 2
@@ -170,8 +155,7 @@ def test_a_drive_that_has_become_slow_is_given_less() -> None:
 
 def test_what_the_device_has_not_finished_is_not_read() -> None:
     with opened() as made:
-        run_pass(made, make_trace(), clock=LateClock)
-        made.wait()
+        planned(made, make_trace(), clock=LateClock)
         assert made.trace is None
         run_pass(made, make_trace(), clock=LateClock)
         assert made.trace is not None
@@ -204,8 +188,7 @@ def test_a_plan_that_recomputes_is_traced_again() -> None:
     trace = make_trace(blocks=True)
     floor = smallest_budget(trace, SLOW, module.PlanObjective(recompute=True))
     with opened(machine=machine_of(SLOW), activation_budget=max(floor, 6 * NBYTES), recompute=True) as made:
-        run_pass(made, trace)
-        made.wait()
+        planned(made, trace)
         cursor, wants_trace = made.cursor("a", level_bytes=0, available_bytes=None)
         assert cursor.recompute, "on a drive as slow as this, recomputing was expected"
         assert wants_trace
@@ -213,31 +196,12 @@ def test_a_plan_that_recomputes_is_traced_again() -> None:
         assert all(cursor.block(b) == (b in cursor.recompute) for b in range(4))
 
 
-def test_readings_tell_what_is_recomputed() -> None:
-    """Of a pass in which no hook has seen it."""
-    whole = make_trace(blocks=True)
-    with opened(machine=machine_of(SLOW), activation_budget=6 * NBYTES, recompute=True) as made:
-        run_pass(made, whole)
-        made.wait()
-        blocks = made.cursor("a", level_bytes=0, available_bytes=None)[0].recompute
-        left = tuple(storage for storage in whole.storages if storage.block not in blocks)
-        without = replace(whole, storages=left, order=tuple(reversed(range(len(left)))), recomputed=blocks)
-        run_pass(made, without)
-        made.wait()
-        run_pass(made, without)
-        readings = made.readings()
-        assert blocks
-        assert readings is not None
-        assert readings["plan/recomputed_gib"] == 3 * NBYTES * len(blocks)
-
-
 @pytest.mark.parametrize("limit", [{"activation_budget": 6 * NBYTES}, {"wear_bytes_per_day": 1}, {}])
 def test_without_consent_nothing_is_recomputed(limit: dict[str, int]) -> None:
     """Neither for a budget, nor for wear, nor where memory is scarce."""
     with opened(machine=machine_of(SLOW), **limit) as made:
         for _ in range(4):
-            cursor, _ = run_pass(made, make_trace(blocks=True), available_bytes=5 * NBYTES)
-            made.wait()
+            cursor, _ = planned(made, make_trace(blocks=True), available_bytes=5 * NBYTES)
             assert not cursor.recompute
             assert not made.cursor("a", level_bytes=0, available_bytes=5 * NBYTES)[0].recompute
 
@@ -261,11 +225,9 @@ def test_an_error_of_the_planner_is_not_swallowed(monkeypatch: pytest.MonkeyPatc
 def test_kinds_and_plans_are_bounded() -> None:
     with opened() as made:
         for number in range(100):
-            run_pass(made, make_trace(3), signature=str(number))
-            made.wait()
+            planned(made, make_trace(3), signature=str(number))
         for count in range(1, 21):
-            run_pass(made, make_trace(count), signature="x")
-            made.wait()
+            planned(made, make_trace(count), signature="x")
         assert len(made._kinds) == 64
         assert max(len(kind.plans) for kind in made._kinds.values()) == 8
 
@@ -291,8 +253,7 @@ def test_readings_are_those_of_the_last_pass() -> None:
 def test_the_limit_of_wear_is_that_of_one_pass() -> None:
     per_day = 86_400 * 4 * NBYTES  # four storages per second, and a pass takes one
     with opened(wear_bytes_per_day=per_day, max_slowdown=9.0) as made:
-        run_pass(made, make_trace())
-        made.wait()
+        planned(made, make_trace())
         known = run_pass(made, make_trace())[0].completed()
         assert known is not None
         assert known.goal.written_bytes == 4 * NBYTES
@@ -306,39 +267,7 @@ def test_the_limit_of_wear_is_that_of_one_pass() -> None:
 def test_a_wear_budget_that_blocks_every_move_is_told_of(wear: int, machine: Machine, is_told: bool) -> None:
     with opened(machine=machine_of(machine), wear_bytes_per_day=wear) as made:
         for _ in range(2):
-            run_pass(made, make_trace())
-            made.wait()
+            planned(made, make_trace())
         # Nearly all of twelve storages, in a pass of a second.
         told = r"wear_budget allows this process 5.0 MB per day and the plan needs 1\.\d+ TB per day"
         assert bool(re.fullmatch(told, str(made.unusable))) is is_told
-
-
-def test_a_pass_without_saved_storages_is_no_trace() -> None:
-    with opened() as made:
-        run_pass(made, Trace(storages=(), order=(), forward_end_s=0.1, end_s=0.2))
-        made.wait()
-        assert made.num_plans == 0
-
-
-def test_room_for_what_is_recomputed_is_not_taken_from_a_pass_that_recomputes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Such a pass may have begun before blocks were chosen."""
-    budgets: list[int | None] = []
-
-    def planned(trace: Trace, machine: Machine, goal: module.PlanObjective) -> Any:
-        budgets.append(goal.budget_bytes)
-        return make(trace, machine, goal)
-
-    make = module.make_plan
-    monkeypatch.setattr(module, "make_plan", planned)
-    monkeypatch.setattr(module, "make_plan_apart", planned)
-    trace, budget = make_trace(blocks=True), 6 * NBYTES
-    with opened(machine=machine_of(SLOW), activation_budget=budget, recompute=True) as made:
-        for _ in range(2):  # the second one as if begun earlier
-            run_pass(made, trace)
-            made.wait()
-        cursor = made.cursor("a", level_bytes=0, available_bytes=None)[0]
-    assert cursor.limit_bytes == budget
-    assert 0 < cursor.reserve_bytes < budget
-    assert budgets == [budget, budget]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, smallest_budget
 from lightning_ssd.scheduling import plan_maker as module
 from lightning_ssd.scheduling.clock import Clock, HostClock
-from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.memory_limits import Limits, MemoryConstraints, NonActivationMemory
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.scheduler import Scheduler
@@ -22,11 +20,12 @@ from tests.support.fake_passes import (
     FAST,
     NBYTES,
     SLOW,
-    FakeRecorder,
     LateClock,
     machine_of,
     make_trace,
     opened,
+    planned,
+    refusal,
     run_pass,
 )
 from tests.support.named_budget import named_budget
@@ -55,8 +54,7 @@ def test_a_memory_budget_leaves_room_for_everything_else() -> None:
     with opened(memory_budget=20 * NBYTES) as made:
         # Unknown yet: half of what is free is for saved activations.
         assert made.cursor("a", level_bytes=4 * NBYTES, available_bytes=None)[0].limit_bytes == 8 * NBYTES
-        run_pass(made, make_trace(other=11 * NBYTES))
-        made.wait()
+        planned(made, make_trace(other=11 * NBYTES))
         assert made.cursor("a", level_bytes=4 * NBYTES, available_bytes=None)[0].limit_bytes == 9 * NBYTES
 
 
@@ -68,16 +66,12 @@ def test_the_smaller_one_of_two_budgets_holds() -> None:
 
 def test_an_impossible_budget_names_the_smallest_one() -> None:
     trace = make_trace()
-    with opened(activation_budget=NBYTES // 2) as made:
-        run_pass(made, trace)
-        with pytest.raises(BudgetError, match=r'activation_budget="512KiB" is too small') as raised:
-            made.wait()
-    assert raised.value.__cause__ is None
-    assert raised.value.__suppress_context__
-    smallest = named_budget(raised.value)
+    error = refusal(trace, match=r'activation_budget="512KiB" is too small', activation_budget=NBYTES // 2)
+    assert error.__cause__ is None
+    assert error.__suppress_context__
+    smallest = named_budget(error)
     with opened(activation_budget=smallest) as made:
-        run_pass(made, trace)
-        made.wait()
+        planned(made, trace)
         known = run_pass(made, trace)[0].completed()
         assert known is not None
         assert known.plan.prediction.peak_bytes <= smallest
@@ -97,16 +91,13 @@ def test_a_budget_that_was_kept_is_not_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "make_plan_apart", refuse)
     with opened(activation_budget=5 * NBYTES) as made:
         for _ in range(4):
-            cursor, _ = run_pass(made, make_trace())
-            made.wait()
+            cursor, _ = planned(made, make_trace())
             assert cursor.limit_bytes == 5 * NBYTES
             assert cursor.followed is None
         assert num_calls == 1, "it is not asked again for passes like this one"
-        run_pass(made, make_trace(COUNT + 1))
-        made.wait()
+        planned(made, make_trace(COUNT + 1))
         assert num_calls == 1, "nobody traced the first pass of other sizes"
-        run_pass(made, make_trace(COUNT + 1))
-        made.wait()
+        planned(made, make_trace(COUNT + 1))
         assert num_calls == 2
 
 
@@ -117,32 +108,22 @@ def test_a_budget_that_recomputing_would_keep_names_the_line_to_add() -> None:
         smallest_budget(trace, nowhere, PlanObjective(recompute=recompute)) for recompute in (False, True)
     )
     assert with_it < without
-    with opened(machine=machine_of(nowhere), activation_budget=with_it) as made:
-        run_pass(made, trace, peak_bytes=COUNT * NBYTES)
-        with pytest.raises(BudgetError) as raised:
-            made.wait()
-    text = str(raised.value)
+    held = {"peak_bytes": COUNT * NBYTES}
+    text = str(refusal(trace, options=held, machine=machine_of(nowhere), activation_budget=with_it))
     assert named_budget(text) == without
     assert named_budget(text, r'With recompute_modules="blocks" \(blocks run again in backward\) it is') == with_it
     with opened(machine=machine_of(nowhere), activation_budget=with_it, recompute=True) as made:
-        run_pass(made, trace, peak_bytes=COUNT * NBYTES)
-        made.wait()  # as was said
+        planned(made, trace, peak_bytes=COUNT * NBYTES)  # as was said
         assert made.cursor("a", level_bytes=0, available_bytes=None)[0].recompute
-    with opened(machine=machine_of(nowhere), activation_budget=with_it // 2, recompute=True) as made:
-        run_pass(made, trace, peak_bytes=COUNT * NBYTES)
-        with pytest.raises(BudgetError) as raised:
-            made.wait()
-    assert "recompute_modules" not in str(raised.value), "they may be recomputed already"
+    settings = {"machine": machine_of(nowhere), "activation_budget": with_it // 2, "recompute": True}
+    text = str(refusal(trace, options=held, **settings))
+    assert "recompute_modules" not in text, "they may be recomputed already"
 
 
 def test_an_impossible_memory_budget_names_what_else_is_in_memory() -> None:
     other = 7 * NBYTES
-    with opened(memory_budget=other + NBYTES // 2) as made:
-        run_pass(made, make_trace(other=other))
-        with pytest.raises(
-            BudgetError, match=r'memory_budget="7680KiB" is too small .*: the smallest .* \(7\.0 MiB of it are not'
-        ):
-            made.wait()
+    match = r'memory_budget="7680KiB" is too small .*: the smallest .* \(7\.0 MiB of it are not'
+    refusal(make_trace(other=other), match=match, memory_budget=other + NBYTES // 2)
 
 
 def test_before_a_budget_is_refused_others_are_asked_to_make_room() -> None:
@@ -154,8 +135,7 @@ def test_before_a_budget_is_refused_others_are_asked_to_make_room() -> None:
 
     with opened(memory_budget=8 * NBYTES) as made:
         made.make_room = make_room
-        run_pass(made, make_trace(other=8 * NBYTES))
-        made.wait()
+        planned(made, make_trace(other=8 * NBYTES))
         assert asked == [smallest_budget(make_trace(), made.machine, PlanObjective())]
         assert made.cursor("a", level_bytes=0, available_bytes=1 << 40)[1], "what is left is looked at again"
         run_pass(made, make_trace(other=8 * NBYTES))
@@ -183,26 +163,20 @@ def test_states_that_stay_are_named_where_they_are_in_the_way(
     budget: str, have_states_stay: bool, is_advised: bool
 ) -> None:
     limit = NBYTES // 2 + (7 * NBYTES if budget == "memory_budget" else 0)
-    with opened(**{budget: limit}, have_states_stay=have_states_stay) as made:
-        run_pass(made, make_trace(other=7 * NBYTES))
-        with pytest.raises(BudgetError) as raised:
-            made.wait()
-    assert ('optimizer_states="offload"' in str(raised.value)) is is_advised
+    error = refusal(make_trace(other=7 * NBYTES), **{budget: limit}, have_states_stay=have_states_stay)
+    assert ('optimizer_states="offload"' in str(error)) is is_advised
 
 
 @pytest.mark.parametrize("other", [7 * NBYTES, 4000 * NBYTES])
 def test_the_memory_budget_that_is_named_has_room_for_a_run_that_needs_a_little_more(other: int) -> None:
     """What else is in memory differs by a few MiB from run to run."""
-    with opened(memory_budget=other + NBYTES // 2) as made:
-        run_pass(made, make_trace(other=other))
-        with pytest.raises(BudgetError, match=r'that works is "\d+MiB" \([\d.,]+ [GM]iB of it are not') as raised:
-            made.wait()
+    match = r'that works is "\d+MiB" \([\d.,]+ [GM]iB of it are not'
+    smallest = named_budget(refusal(make_trace(other=other), match=match, memory_budget=other + NBYTES // 2))
     more = other + max(12 * NBYTES, other // 60)
-    with opened(memory_budget=named_budget(raised.value)) as made:
-        run_pass(made, make_trace(other=more))
-        made.wait()
+    with opened(memory_budget=smallest) as made:
+        planned(made, make_trace(other=more))
         assert run_pass(made, make_trace(other=more))[0].completed() is not None
-    with opened(memory_budget=named_budget(raised.value)) as made:
+    with opened(memory_budget=smallest) as made:
         run_pass(made, make_trace(other=more + other // 10 + 10 * NBYTES))
         with pytest.raises(BudgetError):
             made.wait()
@@ -210,21 +184,15 @@ def test_the_memory_budget_that_is_named_has_room_for_a_run_that_needs_a_little_
 
 def test_a_budget_that_only_wear_forbids_says_so() -> None:
     for wear, is_named in ((1, True), (None, False)):
-        with opened(activation_budget=NBYTES // 2, wear_bytes_per_day=wear) as made:
-            run_pass(made, make_trace())
-            with pytest.raises(BudgetError) as raised:
-                made.wait()
-        assert ("raise wear_budget" in str(raised.value)) is is_named
+        error = refusal(make_trace(), activation_budget=NBYTES // 2, wear_bytes_per_day=wear)
+        assert ("raise wear_budget" in str(error)) is is_named
 
 
 def test_a_pass_that_kept_its_budget_by_writing_more_than_wear_allows_was_not_possible() -> None:
-    with opened(activation_budget=NBYTES // 2, wear_bytes_per_day=1) as made:
-        run_pass(made, make_trace(), peak_bytes=NBYTES // 4)
-        with pytest.raises(BudgetError, match="raise wear_budget"):
-            made.wait()
+    held = {"peak_bytes": NBYTES // 4}
+    refusal(make_trace(), match="raise wear_budget", options=held, activation_budget=NBYTES // 2, wear_bytes_per_day=1)
     with opened(activation_budget=NBYTES // 2) as made:
-        run_pass(made, make_trace(), peak_bytes=NBYTES // 4)
-        made.wait()
+        planned(made, make_trace(), peak_bytes=NBYTES // 4)
     with opened(activation_budget=NBYTES // 2, wear_bytes_per_day=1) as made:
         run_pass(made, make_trace(), peak_bytes=NBYTES // 4, written_bytes=0)  # all of it went to host memory
         made.wait()
@@ -237,8 +205,7 @@ def train_in(made: Scheduler, available: int, *, level: int = 0, other: int = 0,
     """Passes in so much memory; the cursor of the last one."""
     for _ in range(passes):
         trace = make_trace(other=other)
-        cursor, _ = run_pass(made, trace, available_bytes=available, level_bytes=level)
-        made.wait()
+        cursor, _ = planned(made, trace, available_bytes=available, level_bytes=level)
     return cursor
 
 
@@ -291,18 +258,6 @@ def test_scarce_memory_never_raises() -> None:
         assert cursor.limit_bytes is not None
 
 
-def test_a_kind_that_fits_in_scarce_memory_keeps_everything() -> None:
-    with opened() as made:
-        train_in(made, 10 * NBYTES, passes=3)
-        small = make_trace(2)
-        for _ in range(3):
-            run_pass(made, small, signature="small", available_bytes=10 * NBYTES)
-            made.wait()
-        known = run_pass(made, small, signature="small", available_bytes=10 * NBYTES)[0].completed()
-        assert known is not None
-        assert not known.plan.moves
-
-
 def test_plans_outlive_small_changes_of_what_is_available_and_not_large_ones() -> None:
     with opened() as made:
         assert train_in(made, 10 * NBYTES, passes=3).completed() is not None
@@ -343,11 +298,9 @@ def test_growth_that_the_trace_has_seen_already_refuses_nothing() -> None:
     mib = 64 * NBYTES
     with opened(memory_budget=20 * mib) as made:
         for level in (4 * mib, 16 * mib):  # the states and gradients of the first step
-            run_pass(made, make_trace(other=16 * mib), level_bytes=level, clock=LateClock)
-            made.wait()
+            planned(made, make_trace(other=16 * mib), level_bytes=level, clock=LateClock)
         for _ in range(3):
-            cursor, _ = run_pass(made, make_trace(other=16 * mib), level_bytes=16 * mib, clock=LateClock)
-            made.wait()
+            cursor, _ = planned(made, make_trace(other=16 * mib), level_bytes=16 * mib, clock=LateClock)
         assert cursor.limit_bytes == 4 * mib
         assert cursor.completed() is not None
 
@@ -356,8 +309,7 @@ def test_who_exceeds_a_memory_budget_gets_less() -> None:
     """What no trace has shown, and a hundredth, is taken off what saved activations may have."""
     with opened(memory_budget=100 * NBYTES) as made:
         trace = make_trace(100, other=30 * NBYTES)
-        run_pass(made, trace)
-        made.wait()
+        planned(made, trace)
         for highest, limit in ((100, 70), (101, 70), (0, 68), (0, 68)):
             cursor, _ = run_pass(made, trace, peak_bytes=70 * NBYTES, highest_bytes=highest * NBYTES)
             assert cursor.limit_bytes == limit * NBYTES
@@ -365,17 +317,6 @@ def test_who_exceeds_a_memory_budget_gets_less() -> None:
         known = cursor.completed()
         assert known is not None
         assert known.plan.prediction.peak_bytes <= 68 * NBYTES
-
-
-def test_two_passes_that_exceed_a_budget_together_are_counted_once() -> None:
-    with opened(memory_budget=100 * NBYTES) as made:
-        trace = make_trace(100, other=30 * NBYTES)
-        for highest in (0, 101, 101):
-            run_pass(made, trace, peak_bytes=70 * NBYTES, highest_bytes=highest * NBYTES)
-            if not highest:
-                made.wait()
-        made.wait()
-        assert made.cursor("a", level_bytes=0, available_bytes=None)[0].limit_bytes == 68 * NBYTES
 
 
 def test_what_a_trace_sees_later_is_not_taken_off_twice() -> None:
@@ -391,15 +332,6 @@ def test_what_a_trace_sees_later_is_not_taken_off_twice() -> None:
     others.traced(700, 500)
     assert others.unseen_bytes == 20
     assert limits.own(others) == 300, "what nothing is refused for is not agreed on with other processes"
-
-
-def test_what_happens_once_is_not_taken_for_what_each_pass_needs() -> None:
-    others = NonActivationMemory()
-    others.traced(600, 400)
-    limits = Limits(MemoryConstraints(max_slowdown=1.02, memory_budget=1000))
-    assert limits.exceeded(others, highest_bytes=9000, peak_bytes=400, largest_bytes=50)
-    assert limits.of(others) == 1000 - 600 - 3 * 50
-    assert not limits.exceeded(others, highest_bytes=9001, peak_bytes=250, largest_bytes=50)
 
 
 @pytest.mark.parametrize("highest", [21, 40, 4000])
@@ -418,70 +350,16 @@ def test_no_budget_is_refused_for_what_no_trace_has_shown(highest: int) -> None:
         assert cursor.completed() is not None
 
 
-def test_no_plan_is_made_again_for_what_none_can_leave_free() -> None:
-    """Passes go on to exceed the budget, where somebody has the device's peak begin anew in each step."""
-    others = NonActivationMemory()
-    others.traced(600, 400)
-    limits = Limits(MemoryConstraints(max_slowdown=1.02, memory_budget=1000))
-    exceeded = partial(limits.exceeded, others, highest_bytes=1040, peak_bytes=400, largest_bytes=100)
-    assert exceeded()
-    assert limits.relent(others, 380)
-    assert limits.of(others) == 380
-    assert not exceeded()
-    others.traced(590, 400)
-    assert exceeded(), "the new trace leaves more"
-
-
 def test_saved_tensors_of_living_passes_are_not_taken_for_something_else() -> None:
     with opened(memory_budget=2000 * NBYTES) as made:
-        run_pass(made, make_trace(other=900 * NBYTES), level_bytes=800 * NBYTES)
-        made.wait()
+        planned(made, make_trace(other=900 * NBYTES), level_bytes=800 * NBYTES)
         cursor, _ = made.cursor("a", level_bytes=800 * NBYTES, resident_bytes=700 * NBYTES, available_bytes=None)
         assert cursor.limit_bytes == 1100 * NBYTES
-
-
-def test_two_passes_of_a_kind_in_one_backward_are_planned_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_calls = 0
-
-    def counted(*args: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        return make(*args)
-
-    make = module.make_plan
-    monkeypatch.setattr(module, "make_plan", counted)
-    monkeypatch.setattr(module, "make_plan_apart", counted)
-    with opened() as made:
-        cursors = [made.cursor("a", level_bytes=0, available_bytes=None) for _ in range(2)]
-        for cursor, _ in cursors:
-            trace = make_trace()
-            made.observe(
-                FinishedPass(
-                    signature="a",
-                    sizes=(NBYTES,) * COUNT,
-                    cursor=cursor,
-                    recorder=FakeRecorder(trace),  # type: ignore[arg-type]
-                    clock=HostClock(),
-                    begin=0.0,
-                    end=1.0,
-                    level_bytes=0,
-                    stalls=(),
-                    peak_bytes=NBYTES,
-                    written_bytes=0,
-                    read_bytes=0,
-                )
-            )
-            made._kinds["a"].ask_for_trace()
-        made.border()
-        made.wait()
-        assert num_calls == 1
-        assert made.num_plans == 1
 
 
 def test_a_small_batch_is_not_judged_by_what_a_large_one_needed() -> None:
     with opened(memory_budget=100 * NBYTES) as made:
         for signature, other in (("large", 95 * NBYTES), ("small", 5 * NBYTES)):
             for _ in range(2):
-                cursor, _ = run_pass(made, make_trace(3, other=other), signature=signature)
-                made.wait()
+                cursor, _ = planned(made, make_trace(3, other=other), signature=signature)
         assert cursor.limit_bytes == 95 * NBYTES

@@ -13,10 +13,10 @@ from lightning_ssd.planning.trace import Trace, TracedStorage
 from tests.support.fake_passes import (
     FAST,
     NBYTES,
-    SLOW,
     machine_of,
     make_trace,
     opened,
+    planned,
     run_pass,
 )
 from tests.support.patience import PATIENCE_S
@@ -66,8 +66,7 @@ def rank(machine: Machine, trace: Trace, budget: int | None, passes: int = 9) ->
     def work(agree: AllReduceMin) -> Any:
         with opened(machine=machine_of(machine), agree=agree, activation_budget=budget) as made:
             for _ in range(passes):
-                cursor, _ = run_pass(made, trace)
-                made.wait()
+                cursor, _ = planned(made, trace)
             return made.machine, cursor.limit_bytes
 
     return work
@@ -129,15 +128,6 @@ def test_a_limit_that_was_low_for_a_while_recovers() -> None:
     with opened(memory_budget=20 * mib, agree=lambda values: list(values)) as made:
         for level, other in ((4, 6), (4, 6), (14, 16), (14, 16), (4, 6), (4, 6), (4, 6), (4, 6), (4, 6)):
             made._kinds.clear()  # each is traced
-            cursor, _ = run_pass(made, make_trace(other=other * mib), level_bytes=level * mib)
-            made.wait()
+            cursor, _ = planned(made, make_trace(other=other * mib), level_bytes=level * mib)
         cursor, _ = run_pass(made, make_trace(other=6 * mib), level_bytes=4 * mib)
         assert cursor.limit_bytes == 14 * mib
-
-
-def test_without_others_nothing_is_agreed() -> None:
-    now = [FAST]
-    with opened(machine=lambda: now[0]) as made:
-        run_pass(made, make_trace())
-        now[0] = SLOW
-        assert made.machine == SLOW

@@ -6,8 +6,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 
@@ -96,36 +94,6 @@ def test_a_pass_begins_while_other_processes_are_waited_for(monkeypatch: pytest.
         assert learner.is_alive()
         may_go_on.set()
         learner.join()
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """A signature with a hash in Python, in which other threads get their turn."""
-
-    batch: int
-    begins: Callable[[], object]
-
-    def __hash__(self) -> int:
-        self.begins()
-        return self.batch
-
-
-def test_a_pass_of_a_new_kind_begins_while_another_thread_looks_for_plans() -> None:
-    has_begun = False
-
-    def begin() -> None:
-        nonlocal has_begun
-        if is_learning and not has_begun:
-            has_begun = True
-            made.cursor("another", level_bytes=0, available_bytes=None)
-
-    is_learning = False
-    with opened() as made:
-        for batch in range(3):
-            made.cursor(Shapes(batch, begin), level_bytes=0, available_bytes=None)
-        is_learning = True
-        made.learn(deque())
-        made.wait()
 
 
 def test_an_interrupt_where_a_pass_begins_leaves_nobody_waiting() -> None:

@@ -69,14 +69,6 @@ def test_the_next_one_settles_those_before() -> None:
     assert (told.counters.stall_s, told.num_late) == (2.5, 2), "waiting for room is no late read"
 
 
-def test_a_wait_that_cost_the_device_nothing_is_no_stall() -> None:
-    """Python waited, and the device was busy all the time: both stamps lie next to each other in its stream."""
-    told = Told()
-    told.device.passed_s = 9.0
-    told.wait(4.0, 4.25)
-    assert (told.counters.stall_s, told.num_late, told.events.drain()) == (0, 0, [])
-
-
 # -- through the offloader -------------------------------------------------------------------------------------------
 
 

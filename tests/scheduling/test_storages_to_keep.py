@@ -27,14 +27,6 @@ def test_a_slow_drive_keeps_more_and_a_fast_one_less() -> None:
     assert 0 not in slow
 
 
-def test_unknown_rates_keep_only_what_never_left() -> None:
-    assert storages_to_keep([1, 2], [0.0, 1.0], [3.0, 2.0], stayed={1}, write_rate=0, read_rate=0) == {1}
-
-
-def test_never_wanted_back_is_written() -> None:
-    assert storages_to_keep([1], [0.0], [None], write_rate=1e-9, read_rate=1e-9) == set()
-
-
 @st.composite
 def passes(draw: st.DrawFn) -> Times:
     sizes = draw(st.lists(st.integers(1, 1000), min_size=1, max_size=30))

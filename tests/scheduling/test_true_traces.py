@@ -250,23 +250,6 @@ def assert_ordered(trace: Trace) -> None:
         assert storage.packed_s <= storage.last_used_s <= storage.wanted_s <= storage.freed_s
 
 
-def test_without_blocks_stamps_are_as_few() -> None:
-    device = late()
-    recorder = begun(device)
-    before = device.num_stamps
-    held = [saved(1) for _ in range(320)]
-    pack = recorder.timed(lambda index: recorder.packed(NBYTES, held[index].key))
-    unpack = recorder.timed(recorder.wanted)
-    for index in range(320):
-        device.launch()
-        pack(index)
-    recorder.forward_ended()
-    for index in reversed(range(320)):
-        unpack(index)
-        device.launch(2.0)
-    assert device.num_stamps - before <= 2 * 2 * 320 / 16 + 1
-
-
 @pytest.mark.parametrize("hook_us", [20, 150])
 @pytest.mark.parametrize("kind", DEVICES)
 def test_a_plan_from_a_traced_step_predicts_the_next_plain_one(kind: str, hook_us: int) -> None:

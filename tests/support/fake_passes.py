@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 from lightning_ssd.common.collectives import AllReduceMin
+from lightning_ssd.errors import BudgetError
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
@@ -125,6 +128,24 @@ def run_pass(
     )
     made.border()
     return cursor, wants_trace
+
+
+def planned(made: Scheduler, trace: Trace, **options: Any) -> tuple[PlanCursor, bool]:
+    """Run one pass, and wait for the plan that is made of it."""
+    found = run_pass(made, trace, **options)
+    made.wait()
+    return found
+
+
+def refusal(
+    trace: Trace, *, match: str | None = None, options: dict[str, Any] | None = None, **settings: Any
+) -> BudgetError:
+    """The error in which a budget is refused after a first pass with these options."""
+    with opened(**settings) as made:
+        run_pass(made, trace, **(options or {}))
+        with pytest.raises(BudgetError, match=match) as raised:
+            made.wait()
+    return raised.value
 
 
 def machine_of(machine: Machine) -> Callable[[], Machine]:
