@@ -103,34 +103,11 @@ def test_graphs_that_train_want_no_hooks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not GraphMemory(torch.device("cpu")).wants_no_hooks
 
 
-def test_a_graph_may_be_added_while_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another thread; here by whoever is asked for a name."""
-    manager = trees(monkeypatch, None)
-
-    class Adding:
-        @property
-        def name(self) -> str:
-            manager.id_to_mode[len(manager.id_to_mode)] = SimpleNamespace(name="FORWARD")
-            return "FORWARD"
-
-    manager.id_to_mode[0] = Adding()
-    assert not GraphMemory(CUDA).wants_no_hooks
-
-
 def test_another_word_of_the_compilers_wants_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=lambda *_, **__: object())
     )
     assert GraphMemory(CUDA).wants_no_hooks
-
-
-def test_a_thread_that_can_have_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get_manager(*_: object, **__: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=get_manager))
-    assert not GraphMemory(CUDA).holds(64)
-    assert not GraphMemory(CUDA).wants_no_hooks
 
 
 def test_a_node_of_graphs_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +129,7 @@ _KINDS = (
 )
 
 
-@pytest.mark.parametrize("setup", _KINDS)
-@pytest.mark.parametrize("signature", [None, "batch"])
+@pytest.mark.parametrize(("setup", "signature"), list(zip(_KINDS, (None, "batch", "batch"), strict=True)))
 def test_passes_of_graphs_run_as_without_us(
     signature: str | None, setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

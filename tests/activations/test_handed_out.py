@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.activations import handed_out
 from lightning_ssd.common.tensors import StorageKey
 from tests.support.late import LateCopies, LateMark
 
@@ -134,28 +133,6 @@ def test_the_end_of_one_backward_leaves_another_one_alone(offloader: Offloader) 
     assert leaf.grad is not None
     leaf.grad.zero_()
     assert torch.equal(batch, expected)
-
-
-def test_what_all_layers_share_is_not_looked_at_by_each_of_them() -> None:
-    num_looks = 0
-
-    class Shared:
-        @property
-        def may_be_shared(self) -> bool:
-            nonlocal num_looks
-            num_looks += 1
-            return is_shared
-
-    held, is_shared, num_layers = handed_out._Held(), True, 500
-    for _ in range(num_layers):
-        held.add(Shared())  # type: ignore[arg-type]
-        held.let_go()
-    assert len(held.given) == num_layers
-    assert num_looks <= num_layers * (handed_out._MAX_LOOKED + 1)
-    is_shared = False
-    for _ in range(num_layers // handed_out._MAX_LOOKED + 1):
-        held.let_go()
-    assert not held.given
 
 
 class ReturnsWhatItSaved(torch.autograd.Function):

@@ -109,12 +109,6 @@ def test_without_a_signature_nobody_knows_what_is_alike(tmp_path: Path) -> None:
         assert all(step(opened, None) for _ in range(4))
 
 
-def test_now_and_then_one_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_passes, "_MAX_PLAIN", 2)
-    with offloader(tmp_path) as opened:
-        assert [step(opened) for _ in range(7)] == [True, False, False, True, False, False, True]
-
-
 @pytest.mark.parametrize("activations", ["keep", "auto"])
 def test_where_nothing_is_large_nothing_is_looked_at(activations: str, tmp_path: Path) -> None:
     constraints = OffloadPolicy(activations=activations)  # type: ignore[arg-type]
@@ -173,20 +167,6 @@ def test_little_room_needs_hooks(free: int, tmp_path: Path, monkeypatch: pytest.
         assert step(opened) is (room < 2 * 4 * NBYTES)
 
 
-@pytest.mark.parametrize(("fresh_s", "asked"), [(0.0, 4), (60.0, 2)])
-def test_memory_is_asked_for_now_and_then(
-    fresh_s: float, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With hooks always, and in the first pass without; then only when what is known has become old."""
-    calls = []
-    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: calls.append(device) or 1 << 30)
-    monkeypatch.setattr(live_passes, "_FRESH_S", fresh_s)
-    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
-    with Offloader(policy=OffloadPolicy(), hardware=hardware) as opened:
-        assert [step(opened) for _ in range(4)] == [True, False, False, False]
-    assert len(calls) == asked
-
-
 def test_room_that_becomes_less_is_seen_once_what_is_known_is_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,15 +178,6 @@ def test_room_that_becomes_less_is_seen_once_what_is_known_is_old(
         free[0] = 4 * NBYTES
         assert not step(opened)
         monkeypatch.setattr(live_passes, "_FRESH_S", 0.0)
-        assert step(opened)
-
-
-def test_a_trace_that_is_asked_for_ends_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
-    monkeypatch.setattr(live_passes, "_FRESH_S", 60.0)
-    with offloader(tmp_path, "auto") as opened:
-        come_to_rest(opened)
-        only_kind(opened).ask_for_trace()
         assert step(opened)
 
 
@@ -229,16 +200,6 @@ def test_weights_that_come_meanwhile_are_known_to_the_next_pass_with_hooks(tmp_p
         loss.backward()
         opened.end_backward()
         assert opened.stats.num_kept_parameters - before == 1
-
-
-def test_a_kind_of_two_lengths_comes_to_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each length has a plan, and both keep everything."""
-    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
-    with offloader(tmp_path, "auto") as opened:
-        scheduler_of(opened)
-        hooked = [step(opened, length=4 + 2 * (number % 2)) for number in range(40)]
-        assert len(only_kind(opened).plans) == 2
-        assert sum(hooked) <= 8
 
 
 @pytest.mark.parametrize("activations", ["keep", "auto"])
@@ -289,17 +250,6 @@ def test_a_context_is_good_for_one_pass(activations: str, tmp_path: Path) -> Non
             with pytest.raises(RuntimeError, match="entered before"), context:
                 pass
         assert isinstance(step(opened), bool)
-
-
-def test_a_pass_without_hooks_has_no_readings_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
-    with offloader(tmp_path, "auto") as opened:
-        scheduler_of(opened)
-        told = []
-        for _ in range(5):
-            step(opened)
-            told.append("plan/measured_step_s" in opened.drain_metrics())
-        assert told == [False, True, False, False, False]
 
 
 def test_a_budget_needs_hooks(tmp_path: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.planning import bandwidth
@@ -98,185 +100,149 @@ def test_the_drive_changes_in_mid_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_identical(offloaded, outcome(trains(num_steps), Session()))
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=IDS)
-@pytest.mark.parametrize("named", [True, False], ids=["signatures", "no signatures"])
-def test_shapes_alternate(setup: Setup, named: bool, tmp_path: Path) -> None:
-    """Bucketed lengths and a last, small batch, told apart by their signature or by what they save."""
+Step = Callable[[Session, nn.Module, int], Any]
+
+
+def steps(
+    num: int, step_of: Step, make: Callable[[], nn.Module] = make_model, *, num_added: int = 1
+) -> Callable[[Session], Any]:
+    """A program of so many steps, the gradients of ``num_added`` of which add up."""
 
     def program(session: Session) -> Any:
-        model, seen = make_model(), []
+        model, seen = make(), []
         session.register(model)
-        for step in range(18):
-            rows = (ROWS, ROWS // 2, 3)[step % 3 if step % 6 else 2]
-            saved = session.saved()
-            if session.offloader is not None and named:
-                saved = session.offloader.saved_tensors(signature=("rows", rows))
-            with saved:
-                loss = loss_of(model, step, rows)
-            session.drain()
-            loss.backward()
-            session.end()
-            seen.append([loss.detach(), gradients(model)])
-            model.zero_grad()
-        return seen
-
-    assert_same(program, tmp_path, setups=[setup], moves=False)
-
-
-@pytest.mark.parametrize("setup", SETUPS, ids=IDS)
-def test_two_networks_in_turns(setup: Setup, tmp_path: Path) -> None:
-    """As in adversarial training: two kinds of passes, the first pass still alive while the second one runs."""
-
-    def program(session: Session) -> Any:
-        one, two = make_model(2), make_model(3, 24)
-        shrink = nn.Linear(WIDTH, 24)
-        modules = nn.ModuleList([one, two, shrink])
-        session.register(modules)
-        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (one, two)]
-        for step in range(10):
-            with session.saved():
-                made = one(floats(step, ROWS, WIDTH))
-                judged = two(shrink(made.detach())).square().mean()
-            session.drain()
-            judged.backward()
-            session.end()
-            optimizers[1].step()
-            with session.saved():
-                fooled = two(shrink(made)).square().mean()
-            session.drain()
-            fooled.backward()
-            session.end()
-            optimizers[0].step()
-            modules.zero_grad()
-        return [parameter.detach().clone() for parameter in modules.parameters()]
-
-    assert_same(program, tmp_path, setups=[setup], moves=False)
-
-
-# What both graphs of a double backward save counts twice, hence the larger budget.
-TWICE = Setup(activations="auto", activation_budget=2_000_000, drained=False)
-
-
-@pytest.mark.parametrize("setup", [*SETUPS[:3], TWICE], ids=IDS)
-def test_graphs_are_used_in_every_way(setup: Setup, tmp_path: Path) -> None:
-    """Accumulation, a retained graph, double backward, in one training and in changing order."""
-
-    def program(session: Session) -> Any:
-        model, seen = make_model(3), []
-        session.register(model)
-        for step in range(12):
-            x = floats(step, ROWS, WIDTH).requires_grad_()
-            with session.saved():
-                loss = model(x).square().mean()
-            session.drain()
-            if step % 4 == 1:
-                loss.backward(retain_graph=True)
-                loss.backward()
-            elif step % 4 == 3:
-                with session.saved():
-                    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-                gradient.square().sum().backward()
-                del gradient
-            else:
-                loss.backward()
-            session.end()
-            seen.append([loss.detach(), gradients(model), x.grad])
-            if step % 2:
+        for step in range(num):
+            seen.append([step_of(session, model, step), gradients(model)])
+            if step % num_added == num_added - 1:
                 model.zero_grad()
         return seen
 
-    assert_same(program, tmp_path, setups=[setup], moves=False)
+    return program
+
+
+def trained(session: Session, loss: Tensor) -> Tensor:
+    session.drain()
+    loss.backward()
+    session.end()
+    return loss.detach()
+
+
+def alternating(session: Session, model: nn.Module, step: int, *, named: bool = False) -> Tensor:
+    """Bucketed lengths and a last, small batch, told apart by their signature or by what they save."""
+    rows = (ROWS, ROWS // 2, 3)[step % 3 if step % 6 else 2]
+    saved = session.saved()
+    if session.offloader is not None and named:
+        saved = session.offloader.saved_tensors(signature=("rows", rows))
+    with saved:
+        loss = loss_of(model, step, rows)
+    return trained(session, loss)
+
+
+def two_networks() -> nn.Module:
+    return nn.ModuleList([make_model(2), make_model(3, 24), nn.Linear(WIDTH, 24)])
+
+
+def in_turns(session: Session, networks: nn.Module, step: int) -> None:
+    """As in adversarial training: two kinds of passes, the first pass still alive while the second one runs."""
+    one, two, shrink = networks  # type: ignore[misc]
+    with session.saved():
+        made = one(floats(step, ROWS, WIDTH))
+        judged = two(shrink(made.detach())).square().mean()
+    trained(session, judged)
+    torch.optim.SGD(two.parameters(), lr=0.1).step()
+    with session.saved():
+        fooled = two(shrink(made)).square().mean()
+    trained(session, fooled)
+    torch.optim.SGD(one.parameters(), lr=0.1).step()
+
+
+def every_use(session: Session, model: nn.Module, step: int) -> list[Tensor | None]:
+    """Accumulation, a retained graph, double backward, in one training and in changing order."""
+    x = floats(step, ROWS, WIDTH).requires_grad_()
+    with session.saved():
+        loss = model(x).square().mean()
+    session.drain()
+    if step % 4 == 1:
+        loss.backward(retain_graph=True)
+    if step % 4 == 3:
+        with session.saved():
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        gradient.square().sum().backward()
+    else:
+        loss.backward()
+    session.end()
+    return [loss.detach(), x.grad]
 
 
 class Boom(Exception):
     pass
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=IDS)
-def test_errors_in_mid_step(setup: Setup, tmp_path: Path) -> None:
+def fails(*_: Any) -> Any:
+    raise Boom
+
+
+def failing(session: Session, model: nn.Module, step: int) -> Tensor | None:
     """A forward and a backward that fail half way; the steps after them are exact, and plans go on being made."""
-
-    def fails(*_: Any) -> Any:
-        raise Boom
-
-    def program(session: Session) -> Any:
-        model, seen = make_model(), []
-        session.register(model)
-        for step in range(15):
-            try:
-                with session.saved():
-                    hidden = model(floats(step, ROWS, WIDTH))
-                    if step % 5 == 2:
-                        raise Boom
-                    if step % 5 == 4:
-                        middle = model(hidden * 2)
-                        hidden.register_hook(fails)
-                        hidden = middle
-                    loss = hidden.square().mean()
-                session.drain()
-                loss.backward()
-                seen.append(loss.detach())
-            except Boom:
-                model.zero_grad()
-            finally:
-                hidden = loss = middle = None  # type: ignore[assignment]
-            session.end()
-            seen.append(gradients(model))
-            model.zero_grad()
-        return seen
-
-    expected = assert_same(program, tmp_path, setups=[setup], moves=False)
-    assert len(expected) == 15 + 9
+    try:
+        with session.saved():
+            hidden = model(floats(step, ROWS, WIDTH))
+            if step % 5 == 2:
+                raise Boom
+            if step % 5 == 4:
+                middle = model(hidden * 2)
+                hidden.register_hook(fails)
+                hidden = middle
+            loss = hidden.square().mean()
+        session.drain()
+        loss.backward()
+    except Boom:
+        model.zero_grad()
+        loss = None
+    session.end()
+    return None if loss is None else loss.detach()
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=IDS)
-def test_a_pass_departs_from_its_plan(setup: Setup, tmp_path: Path) -> None:
+def departing(session: Session, model: nn.Module, step: int) -> Tensor:
     """Control flow that hangs on data: shorter, longer and other passes than the plan was made for."""
-
-    def program(session: Session) -> Any:
-        model, seen = make_model(), []
-        assert isinstance(model, Perceptrons)
-        session.register(model)
-        for step in range(16):
-            x = floats(step, ROWS, WIDTH)
-            with session.saved():
-                if step in (6, 11):
-                    x = x.requires_grad_().sin().exp()
-                for block in model.blocks[: 2 if step in (5, 11) else BLOCKS]:
-                    x = x + block(x)
-                if step in (7, 12):
-                    x = (x.exp() * x).tanh()
-                if step == 9:
-                    x = (x[: ROWS // 2] * 2).sin()
-                loss = x.square().mean()
-            session.drain()
-            loss.backward()
-            session.end()
-            seen.append([loss.detach(), gradients(model)])
-            model.zero_grad()
-        return seen
-
-    assert_same(program, tmp_path, setups=[setup], moves=False)
+    assert isinstance(model, Perceptrons)
+    x = floats(step, ROWS, WIDTH)
+    with session.saved():
+        if step in (6, 11):
+            x = x.requires_grad_().sin().exp()
+        for block in model.blocks[: 2 if step in (5, 11) else BLOCKS]:
+            x = x + block(x)
+        if step in (7, 12):
+            x = (x.exp() * x).tanh()
+        if step == 9:
+            x = (x[: ROWS // 2] * 2).sin()
+        loss = x.square().mean()
+    return trained(session, loss)
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=IDS)
-def test_one_context_is_entered_twice(setup: Setup, tmp_path: Path) -> None:
-    def program(session: Session) -> Any:
-        model, seen = make_model(2), []
-        session.register(model)
-        for step in range(8):
-            saved = session.saved()
-            with saved:
-                one = loss_of(model, step)
-            with saved:
-                two = loss_of(model, step + 50)
-            (one + two).backward()
-            session.end()
-            seen.append(gradients(model))
-            model.zero_grad()
-            del one, two
-        return seen
+PROGRAMS: dict[str, Callable[[Session], Any]] = {
+    "shapes alternate, named": steps(18, partial(alternating, named=True)),
+    "shapes alternate": steps(18, alternating),
+    "two networks in turns": steps(10, in_turns, two_networks),
+    "graphs are used in every way": steps(12, every_use, partial(make_model, 3), num_added=2),
+    "errors in mid step": steps(15, failing),
+    "passes depart from their plan": steps(16, departing),
+}
+# What both graphs of a double backward save counts twice, hence the larger budget.
+TWICE = Setup(activations="auto", activation_budget=2_000_000, drained=False)
 
+
+def cases() -> Iterator[Any]:
+    """Half of the programs run by default under one of the two setups without a limit, the others under the other."""
+    for number, name in enumerate(PROGRAMS):
+        for kind, setup in zip(IDS, SETUPS, strict=True):
+            chosen = TWICE if (name, kind) == ("graphs are used in every way", "budget") else setup
+            marks = pytest.mark.exhaustive if kind == ("planning", "auto")[number % 2] else ()
+            yield pytest.param(PROGRAMS[name], chosen, marks=marks, id=f"{name}, {kind}")
+
+
+@pytest.mark.parametrize(("program", "setup"), list(cases()))
+def test_it_is_exact_under_plans(program: Callable[[Session], Any], setup: Setup, tmp_path: Path) -> None:
     assert_same(program, tmp_path, setups=[setup], moves=False)
 
 

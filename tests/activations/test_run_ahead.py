@@ -108,14 +108,6 @@ def test_saving_waits_for_the_device(spill_dir: Path, counted: Counted, monkeypa
     assert 1 <= counted.worst <= 6  # marks are made for reloads, too; without a bound it is all twelve
 
 
-@pytest.mark.parametrize("counted", [FAR_BEHIND_S], indirect=True)
-def test_without_the_bound_it_would_be_seen(spill_dir: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_ahead, "_MIN_BYTES", 1000 * SAVED)
-    with offloader(spill_dir, counted) as opened:
-        gradients(opened)
-    assert counted.worst > 6
-
-
 @pytest.mark.parametrize("room", [8, None], ids=["little", "unknown"])
 def test_what_moves_does_not_pile_up_beyond_the_memory_there_is(
     spill_dir: Path, monkeypatch: pytest.MonkeyPatch, room: int | None

@@ -14,9 +14,9 @@ from lightning_ssd.config import HardwareProfile
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import level_bytes
-from tests.activations.test_plan_runtime import loss_of, trains
 from tests.parity.models import Perceptrons
 from tests.support.helpers import AUTO, Session, assert_identical, assert_released, open_offloader, outcome
+from tests.support.plan_trainings import loss_of, trains
 
 MIB = 1 << 20
 SAVED = 2_200_000
@@ -59,14 +59,6 @@ def test_what_does_not_fit_is_planned_and_stays_exact(little_memory: list[int], 
         assert report.num_plans >= 1
     assert max(peaks) <= LITTLE, peaks
     assert min(peaks[-3:]) > 0.5 * LITTLE, "and uses what there is, since less would be no faster"
-
-
-def test_where_all_fits_there_is_no_limit(little_memory: list[int], tmp_path: Path) -> None:
-    """The test above can fail."""
-    little_memory[0] = ENOUGH
-    with open_offloader(tmp_path, AUTO) as offloader:
-        outcome(trains(2), Session.of(offloader, AUTO))
-        assert offloader.stats.resident_peak_bytes > LITTLE
 
 
 def test_memory_that_runs_out_in_mid_run(little_memory: list[int], tmp_path: Path) -> None:

@@ -15,15 +15,11 @@ from lightning_ssd import Offloader
 from lightning_ssd.activations import replay, tensor_cache
 from lightning_ssd.activations.prefetcher import Prefetcher
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.common.inplace_edits import VersionProbe
-from lightning_ssd.common.tensors import TensorSpec
-from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.pools import ReloadPool
-from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
-from lightning_ssd.tiers.transfer_queue import TransferQueue
 from tests.support.faults import FaultyBackend, always
 from tests.support.helpers import DRAINED, EAGER, KEEP, Setup, assert_released, disk_used_bytes, open_offloader
 from tests.support.late import HeldCopies
@@ -109,25 +105,6 @@ def test_one_storage_saved_by_many_operations_is_written_once(tmp_path: Path) ->
         assert offloader.stats.bytes_read <= 2 * NBYTES
 
 
-def test_a_new_version_of_a_storage_is_written_anew(tmp_path: Path) -> None:
-    with open_offloader(tmp_path) as offloader:
-        base, a = torch.rand(SIDE, SIDE), leaf()
-        with offloader.saved_tensors():
-            first = (a * base).sum()
-            offloader.flush()
-            base.add_(1)
-            second = (a * base).sum()
-        offloader.flush()
-        assert offloader.stats.num_saved == 2
-        expected = base.clone()
-        del base
-        second.backward()
-        assert a.grad is not None
-        assert torch.equal(a.grad, expected)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            first.backward()
-
-
 @pytest.mark.parametrize(("nbytes", "moved"), [(NBYTES - 4, 0), (NBYTES, 1)])
 def test_the_border_of_min_tensor_bytes(nbytes: int, moved: int, tmp_path: Path) -> None:
     with open_offloader(tmp_path, Setup(min_tensor_bytes=NBYTES)) as offloader:
@@ -137,16 +114,6 @@ def test_the_border_of_min_tensor_bytes(nbytes: int, moved: int, tmp_path: Path)
         stats = offloader.stats
         assert stats.num_saved == moved
         assert stats.num_kept_small == 1 - moved
-        loss.backward()
-
-
-def test_the_whole_storage_counts_not_the_view(tmp_path: Path) -> None:
-    """A small view of a large storage frees nothing until the whole storage is gone."""
-    with open_offloader(tmp_path, Setup(min_tensor_bytes=NBYTES)) as offloader:
-        with offloader.saved_tensors():
-            loss = (leaf() * 1)[0, :3].sin().sum()
-        assert offloader.stats.bytes_saved == NBYTES
-        offloader.flush()
         loss.backward()
 
 
@@ -161,22 +128,6 @@ def test_keeping_writes_nothing_and_counts_all(tmp_path: Path) -> None:
         loss.backward()
         assert offloader.stats.resident_bytes == 0
     assert list(tmp_path.iterdir()) == []
-
-
-def test_memory_leaves_while_forward_runs(tmp_path: Path) -> None:
-    with open_offloader(tmp_path) as offloader:
-        with offloader.saved_tensors():
-            y = leaf() * 1
-            for _ in range(30):
-                y = y.sin()
-                offloader.flush()
-            loss = y.sum()
-        stats = offloader.stats
-        assert stats.saved_peak_bytes == 30 * NBYTES
-        assert stats.resident_peak_bytes <= 4 * NBYTES
-        assert stats.resident_bytes <= 2 * NBYTES
-        loss.backward()
-        assert_released(offloader)
 
 
 def test_what_is_alive_elsewhere_is_not_read(tmp_path: Path) -> None:
@@ -234,22 +185,6 @@ def test_writes_that_have_not_begun_are_cancelled(tmp_path: Path) -> None:
         assert stats.writes_cancelled_bytes >= 6 * NBYTES
         assert stats.bytes_forwarded >= stats.writes_cancelled_bytes
         assert stats.bytes_forwarded + stats.bytes_read <= 10 * NBYTES
-        assert_released(offloader)
-
-
-def test_what_comes_back_at_once_is_kept_in_the_next_step(tmp_path: Path) -> None:
-    """The last tensors of forward are the first of backward: writing them would be wasted."""
-    with open_offloader(
-        tmp_path, EAGER, _wrap_backend=lambda backend: FaultyBackend(backend, delay_s=0.02)
-    ) as offloader:
-        x = torch.rand(1024, 1024).requires_grad_()
-        for number in range(3):
-            loss = chain(offloader, x)
-            if number == 0:
-                offloader.flush()  # the drive's rate is known from here on
-            loss.backward()
-            offloader.end_backward()
-        assert offloader.stats.bytes_kept > 0
         assert_released(offloader)
 
 
@@ -382,18 +317,6 @@ def plain_gradient(x: Tensor) -> Tensor:
     return x.grad
 
 
-def test_what_has_arrived_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stamps around no wait would tell of Python's time, and let the budget grow."""
-    copies, waited = HeldCopies(held=False), []
-    monkeypatch.setattr(copies, "wait_on_current_stream", waited.append)
-    with open_offloader(tmp_path, _copies=copies) as offloader:
-        loss = chain(offloader, leaf())
-        offloader.flush()
-        loss.backward()
-        assert offloader.stats.bytes_read > 0
-    assert waited == []
-
-
 def test_retained_graphs_do_not_fill_memory(tmp_path: Path) -> None:
     """What one backward has read is dropped again, though the graph still needs it: it is on disk."""
     with open_offloader(tmp_path) as offloader:
@@ -421,17 +344,6 @@ def test_replaced_and_added_parameters_are_known(tmp_path: Path) -> None:
         stats = offloader.stats
         assert stats.num_kept_parameters >= 2
         assert stats.bytes_written <= NBYTES  # the input of the second layer
-        loss.backward()
-
-
-def test_frozen_weights_are_known_when_they_come_as_new_tensors(tmp_path: Path) -> None:
-    with open_offloader(tmp_path) as offloader:
-        layer = nn.Linear(SIDE, SIDE).requires_grad_(False)
-        offloader.register_module(layer)
-        with offloader.saved_tensors():
-            loss = layer(leaf() * 1).sum()
-        offloader.flush()
-        assert offloader.stats.bytes_written == 0
         loss.backward()
 
 
@@ -471,15 +383,6 @@ def test_disk_space_is_used_again(tmp_path: Path) -> None:
         assert len(sizes) == 1
 
 
-def test_a_forward_after_close_is_refused(tmp_path: Path) -> None:
-    with open_offloader(tmp_path) as offloader:
-        context = offloader.saved_tensors()
-    with pytest.raises(OffloaderClosedError, match="closed"), context:
-        pass
-    with pytest.raises(OffloaderClosedError, match="not open"):
-        offloader.saved_tensors()
-
-
 def test_device_tensors_of_another_device_are_kept(tmp_path: Path) -> None:
     """The offloader serves one device; here the other one is meta, which has no memory at all."""
     with open_offloader(tmp_path) as offloader:
@@ -489,16 +392,6 @@ def test_device_tensors_of_another_device_are_kept(tmp_path: Path) -> None:
         loss.backward()
         assert offloader.stats.num_kept_foreign == 1
         assert offloader.stats.num_saved == 0
-
-
-def test_memory_that_cannot_be_had_is_told_from_other_errors() -> None:
-    with pytest.raises(RuntimeError) as found:
-        torch.empty(1 << 60, dtype=torch.uint8)
-    assert is_out_of_memory(found.value), found.value
-    for error in (MemoryError(), torch.OutOfMemoryError(), OSError(errno.ENOMEM, "no memory")):
-        assert is_out_of_memory(error)
-    for other in (RuntimeError("shapes differ"), OSError(errno.EIO, "broken"), KeyboardInterrupt()):
-        assert not is_out_of_memory(other)
 
 
 def test_a_drive_that_has_no_memory_for_a_read_is_an_error_and_no_endless_try(tmp_path: Path) -> None:
@@ -567,69 +460,3 @@ def test_a_slice_of_the_data_does_not_take_all_of_it_to_the_drive(
     assert weight.grad is not None
     assert torch.equal(weight.grad[:rows], data[:rows])
     assert not weight.grad[rows:].any()
-
-
-def test_what_is_in_memory_may_be_had_after_the_end(tmp_path: Path) -> None:
-    """Backward of one graph does not look ahead into another one whose bytes are on the drive."""
-    with open_offloader(tmp_path) as offloader:
-        lost = chain(offloader, leaf())
-        offloader.flush()
-        x = leaf(1)
-        with offloader.saved_tensors():
-            held = x * 1.5
-            loss = (held * held).sum()
-        offloader.flush()
-    loss.backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, (2 * held * 1.5).detach())
-    with pytest.raises(OffloaderClosedError):
-        lost.backward()
-
-
-def test_workers_are_told_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that has been told of a move wants the GIL, and PyTorch lets go of it in nearly every call: whatever is
-    asked of it after that waits for the worker, and with it the cores that compute for this thread.
-    """
-    hooks: list[list[str]] = [[]]
-
-    def log(owner: Any, name: str, event: str, *, begins: bool = False) -> None:
-        plain = getattr(owner, name)
-
-        def logged(*args: Any, **options: Any) -> Any:
-            if threading.current_thread() is threading.main_thread():
-                if begins:
-                    hooks.append([])
-                hooks[-1].append(event)
-            return plain(*args, **options)
-
-        monkeypatch.setattr(owner, name, logged)
-
-    log(tensor_cache.TensorCache, "pack", "pack", begins=True)
-    log(tensor_cache.TensorCache, "pack_moved", "pack", begins=True)
-    log(VersionProbe, "__init__", "asks")
-    log(torch, "empty", "asks")
-    log(TensorSpec, "of", "asks")
-    log(TransferQueue, "submit", "tells")
-    real = tensor_cache.hooks_of
-
-    def hooks_of(*args: Any, **options: Any) -> Any:
-        pack, unpack = real(*args, **options)
-
-        def logged_unpack(packed: Any) -> torch.Tensor:
-            hooks.append(["unpack"])
-            return unpack(packed)
-
-        return pack, logged_unpack
-
-    monkeypatch.setattr(tensor_cache, "hooks_of", hooks_of)
-    with open_offloader(tmp_path, EAGER) as offloader:
-        for _ in range(2):  # in the second one the order is known
-            loss = chain(offloader, leaf())
-            offloader.flush()
-            loss.backward()
-            offloader.end_backward()
-    written = [hook for hook in hooks if hook[:1] == ["pack"] and "tells" in hook]
-    assert len(written) >= 10, "of 42 storages, some of which leave together"
-    assert all("asks" not in hook[hook.index("tells") :] for hook in written)
-    ahead = [hook for hook in hooks if hook[:1] == ["unpack"] and "tells" in hook]
-    assert any(hook.index("asks") < hook.index("tells") for hook in ahead), "what is in memory is rebuilt first"

@@ -22,7 +22,6 @@ import lightning_ssd
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
-from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.storage.backend import Backend, WrappedBackend
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
@@ -140,33 +139,6 @@ def test_packs_and_unpacks_of_many_threads(activations: str, spill_dir: Path) ->
         assert stats.bytes_read + stats.bytes_forwarded > 0
 
 
-def test_threads_that_end_backwards_at_once_learn_one_after_the_other(
-    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leaf, num_inside, met = torch.ones(64, 64), 0, []
-    border = Scheduler.border
-
-    def slow_border(scheduler: Scheduler) -> None:
-        nonlocal num_inside
-        num_inside += 1
-        met.append(num_inside)
-        time.sleep(0.02)  # lets the other threads come this far
-        border(scheduler)
-        num_inside -= 1
-
-    monkeypatch.setattr(Scheduler, "border", slow_border)
-    with Offloader(policy=OffloadPolicy(activations="auto"), hardware=HardwareProfile(paths=spill_dir)) as offloader:
-
-        def train_once() -> None:
-            with offloader.saved_tensors():
-                loss = (leaf.clone().requires_grad_() ** 2).sum()
-            loss.backward()
-            offloader.end_backward()
-
-        at_once(*[train_once] * 3)
-    assert met == [1, 1, 1]
-
-
 def test_extents_of_many_threads_never_overlap(tmp_path: Path) -> None:
     """Two files and a pool of buffers give out, move and take back at once; every owner finds its own bytes."""
     backend = ErraticBackend(PosixBackend([tmp_path]))
@@ -254,6 +226,7 @@ def judge():
         print("still running:", left, file=sys.stderr)
 
 import torch, lightning_ssd
+from lightning_ssd.scheduling import plan_maker
 from lightning_ssd.storage.backend import WrappedBackend
 sys.setswitchinterval(1e-6)
 moving = {{"write": threading.Event(), "read": threading.Event()}}
@@ -270,6 +243,12 @@ class Slow(WrappedBackend):
         self.inner.read(arena, region, offset)
 
 hardware = lightning_ssd.HardwareProfile(paths={directory!r})
+
+make_plan = plan_maker.make_plan
+def slow(*args):
+    time.sleep(1)
+    return make_plan(*args)
+plan_maker.make_plan = plan_maker.make_plan_apart = slow
 
 def begin(**policy):
     policy = lightning_ssd.OffloadPolicy(min_tensor_bytes=0, **policy)
@@ -344,8 +323,3 @@ def unruled(source: str) -> list[str]:
 def test_every_lock_says_its_order() -> None:
     found = {str(path): lines for path in PACKAGE.rglob("*.py") if (lines := unruled(path.read_text(encoding="utf-8")))}
     assert found == {}
-
-
-def test_the_search_for_orders_can_fail() -> None:
-    assert unruled("x = 1\n# Guards x.\nlock = threading.Lock()\n") == ["lock = threading.Lock()"]
-    assert unruled("x = 1\n# Guards x. A leaf lock.\nlock = threading.Lock()\n") == []

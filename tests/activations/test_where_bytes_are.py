@@ -82,15 +82,6 @@ def test_a_retained_graph_counts_once(tmp_path: Path) -> None:
         assert offloader.stats.recomputed_bytes == 0
 
 
-def test_the_worst_of_several_passes_counts(tmp_path: Path) -> None:
-    model = make_model()
-    with opened(tmp_path, activations="recompute") as offloader:
-        offloader.register_module(model)
-        one, two = step(offloader, model), step(offloader, model, batch=16)
-        assert parts_of(two)[3] == 2 * parts_of(one)[3]
-        assert parts_of(step(offloader, model)) == parts_of(one), "each sample begins anew"
-
-
 @pytest.mark.parametrize("mode", ["keep", "offload"])
 def test_the_parts_add_up_to_what_is_saved(mode: str, tmp_path: Path) -> None:
     model = make_model()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.activations.write_group import WriteGroup
-from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.scheduling.pass_program import PassProgram
 from lightning_ssd.storage.backend import Backend
@@ -177,21 +175,3 @@ def test_a_failed_step_takes_back_what_has_not_begun(tmp_path: Path) -> None:
             assert sum(key.alive() for key in keys) <= 2
         finally:
             may_write.set()
-
-
-@pytest.mark.usefixtures("all_moves")
-def test_a_fork_that_goes_on_with_backward_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its copies of locks may be held for ever."""
-    with open_offloader(tmp_path, EAGER) as offloader:
-        x = torch.rand(SIDE, SIDE).requires_grad_()
-        with offloader.saved_tensors():
-            y = (x * 1).sin().sin().sin()
-        offloader.flush()
-        y.backward(torch.ones_like(y), retain_graph=True)
-        real = os.getpid()
-        monkeypatch.setattr(os, "getpid", lambda: real + 1)
-        try:
-            with pytest.raises(OffloaderClosedError, match="fork"):
-                y.backward(torch.ones_like(y), retain_graph=True)
-        finally:
-            monkeypatch.undo()
