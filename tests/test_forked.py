@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import select
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -24,13 +20,6 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 
 def run(*command: str, **more: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, **more)  # type: ignore[call-overload,no-any-return]
-
-
-def test_it_has_the_streams_the_place_and_the_environment_of_its_caller(fork: list[str], tmp_path: Path) -> None:
-    code = "import os, sys; print(input(), os.getcwd(), os.environ['TOLD'], sys.argv[1:]); print('e', file=sys.stderr)"
-    done = run(*fork, "-c", code, "more", input="said\n", cwd=tmp_path, env=os.environ | {"TOLD": "so"})
-    assert (done.returncode, done.stderr) == (0, "e\n")
-    assert done.stdout == f"said {tmp_path} so ['more']\n"
 
 
 @pytest.mark.parametrize(
@@ -52,13 +41,6 @@ def test_it_ends_as_a_process_of_its_own(fork: list[str], code: str, status: int
     done = run(*fork, "-c", code)
     assert done.returncode == status
     assert text in done.stderr
-
-
-def test_each_begins_anew(fork: list[str]) -> None:
-    for _ in range(2):
-        done = run(*fork, "-c", "import sys; print(hasattr(sys, 'been')); sys.been = True")
-        assert done.stdout == "False\n"
-    assert json.loads(run(*fork, "-m", "json.tool", input='{"a": 1}').stdout) == {"a": 1}
 
 
 def test_processes_that_it_starts_are_forks_too(fork: list[str]) -> None:
@@ -89,15 +71,3 @@ def test_an_interrupt_reaches_it_and_what_it_has_started(fork: list[str]) -> Non
     caller.send_signal(signal.SIGINT)
     assert caller.communicate(timeout=PATIENCE_S)[0] == "told\n" * 2
     assert caller.returncode == 0
-
-
-def test_it_is_killed_with_its_caller(fork: list[str]) -> None:
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    caller = subprocess.Popen([*fork, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert caller.stdout is not None
-    ended = os.pidfd_open(int(caller.stdout.readline()))
-    caller.kill()
-    assert caller.wait() == -signal.SIGKILL
-    assert select.select([ended], [], [], PATIENCE_S)[0]
-    os.close(ended)
-    caller.stdout.close()

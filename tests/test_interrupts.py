@@ -41,7 +41,7 @@ def interrupted(spill_dir: Path, forks: list[str]) -> Interrupted:
 
 
 def test_interrupts_at_random_moments_are_obeyed_and_leave_nothing(interrupted: Interrupted) -> None:
-    assert interrupted("timer", "--num", 60, "--seed", 1)["interrupted"] == 60
+    assert interrupted("timer", "--num", 30, "--seed", 1)["interrupted"] == 30
 
 
 @pytest.mark.slow
@@ -55,8 +55,8 @@ def test_three_thousand_of_them(seed: int, interrupted: Interrupted) -> None:
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_interrupts_at_chosen_points(kind: str, interrupted: Interrupted) -> None:
-    """One in thirty of the points at which Python looks for signals in our code."""
-    assert interrupted("tracer", "--kinds", kind, "--share", 0, 30)["interrupted"] > 5
+    """One in sixty of the points at which Python looks for signals in our code."""
+    assert interrupted("tracer", "--kinds", kind, "--share", 0, 60)["interrupted"] > 3
 
 
 @pytest.mark.slow
@@ -67,16 +67,7 @@ def test_interrupts_at_each_point(kind: str, interrupted: Interrupted) -> None:
     assert interrupted("tracer", "--kinds", kind, timeout_s=3600)["interrupted"] > 400
 
 
-@pytest.mark.parametrize(
-    ("how", "more"),
-    [
-        ("trainer", "states"),
-        ("fabric", "states"),
-        ("ddp", "states"),
-        ("trainer", "everything"),
-        ("fabric", "everything"),
-    ],
-)
+@pytest.mark.parametrize(("how", "more"), [("ddp", "states"), ("trainer", "everything"), ("fabric", "everything")])
 def test_a_loop_of_lightning_ends_soon(how: str, more: str, spill_dir: Path, forks: list[str]) -> None:
     """The signal goes to all processes of the run, as from a terminal."""
     # Lightning kills the other process at once, which as a fork would hear of the signal a moment too late to clean up.

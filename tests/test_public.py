@@ -77,9 +77,3 @@ def test_installing_is_told_of_as_it_works() -> None:
     found = {str(path): wrong_installs(path.read_text(encoding="utf-8"), extras) for path in TEXTS}
     assert len(found) > 100
     assert {path: words for path, words in found.items() if words} == {}
-
-
-def test_the_search_for_wrong_installs_can_fail() -> None:
-    for words in ("pip install lightning_ssd[report]", "pip install 'lightning_ssd[report]'"):
-        assert wrong_installs(words, {"report"}) == [words]
-    assert wrong_installs("`pip install '.[report]'` or '.[other]'", {"report"}) == ["other"]

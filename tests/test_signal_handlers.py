@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ import torch
 
 from lightning_ssd import Offloader
 from lightning_ssd import offloader as offloader_module
-from lightning_ssd.common.waiting import is_free_within
 from lightning_ssd.telemetry.stats import OffloadStats
 from tests.support.helpers import EAGER, PLANNING, Setup, open_offloader, within
 from tests.support.offloader_steps import step
-from tests.support.patience import PATIENCE_S
 
 AtALock = tuple[Offloader, list[Callable[[], object]]]
 
@@ -49,16 +46,6 @@ def pack(offloader: Offloader) -> None:
 
 def numbers(offloader: Offloader) -> tuple[object, ...]:
     return offloader.stats, offloader.optimizer_stats, offloader.drain_metrics()["io/write_gib"], offloader.drive_rates
-
-
-def test_numbers_are_those_of_the_last_backward(at_a_lock: AtALock) -> None:
-    offloader, calls = at_a_lock
-    step(offloader)
-    known, found = offloader.stats, list[tuple[object, ...]]()
-    calls.append(lambda: found.append(numbers(offloader)))
-    within(60, lambda: pack(offloader))
-    assert [one[0] for one in found] == [known]
-    assert offloader.stats.num_saved > known.num_saved
 
 
 def test_a_signal_handler(at_a_lock: AtALock) -> None:
@@ -156,17 +143,3 @@ def test_what_has_to_wait_is_refused(name: str, setup: Setup, tmp_path: Path, mo
         step(offloader)
         within(60, getattr(offloader, name))
         assert offloader.is_open == (name != "close")
-
-
-def test_a_lock_is_waited_for_and_not_taken() -> None:
-    lock = threading.Lock()
-    assert is_free_within(0, lock)
-    with lock:
-        begin_s = time.monotonic()
-        assert not is_free_within(0.1, lock)
-        assert time.monotonic() - begin_s >= 0.1
-    assert not lock.locked()
-    lock.acquire()
-    threading.Timer(0.1, lock.release).start()
-    assert is_free_within(PATIENCE_S, lock)
-    assert not lock.locked()

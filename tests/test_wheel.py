@@ -122,8 +122,6 @@ def test_plan_for_a_machine_that_is_not_here(python: Path, tmp_path: Path) -> No
     command = [python.with_name("lightning-ssd"), "plan", "--batch", "2", "--sequence", "64"]
     plan = run([*command, "--model", "mine:Model", "--hardware", "workstation"], tmp_path)
     assert "offload" in plan
-    told = run([*command, "--model", "gpt2_small", "--hardware", "workstation"], tmp_path, code=1)
-    assert "import path, package.module:name" in " ".join(told.split())
 
 
 def test_a_script_of_a_dozen_lines(python: Path, tmp_path: Path) -> None:
@@ -131,7 +129,9 @@ def test_a_script_of_a_dozen_lines(python: Path, tmp_path: Path) -> None:
     assert "trained 2 True" in run([python, "script.py"], tmp_path)
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize(
+    "package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.exhaustive)]
+)
 def test_a_program_that_hides_its_trainer(python: Path, tmp_path: Path, package: str) -> None:
     (tmp_path / "hidden.py").write_text(HIDDEN.format(package=package))
     settings = "policy: {activations: offload, min_tensor_bytes: 0}\nhardware: {allow_unsuitable_paths: true}\n"
@@ -151,6 +151,5 @@ def test_a_hydra_application_takes_an_override(python: Path, tmp_path: Path) -> 
     (tmp_path / "application.py").write_text(APPLICATION)
     told = run([python, "application.py", "lightning_ssd/offload=ssd", "offload.min_tensor_bytes=64KiB"], tmp_path)
     assert "policy offload 64KiB" in told
-    assert "policy auto" in run([python, "application.py"], tmp_path)
     wrong = run([python, "application.py", "lightning_ssd/offload=sdd"], tmp_path, code=1)
     assert "budget" in wrong, "the options that there are"
