@@ -61,17 +61,6 @@ def test_what_is_left_is_noticed(spill_dir: Path, monkeypatch: pytest.MonkeyPatc
     assert not soak.faultless
 
 
-def test_growth_is_noticed(spill_dir: Path) -> None:
-    soak = Soak(spill_dir, seed=4)
-    soak.levels = [(100 << 20, 9)] * 6 + [(100 << 20, 10)] * 2
-    assert soak.growth == (0, 1)
-    assert not soak.faultless
-    soak.levels = [(100 << 20, 9)] * 6 + [(200 << 20, 9)] * 2
-    assert not soak.faultless
-    soak.levels = [(100 << 20, 9)] * 8
-    assert soak.faultless
-
-
 @pytest.mark.parametrize("kind", ["perceptron", "convolution", "attention", "recurrent"])
 def test_a_step_made_anew_has_the_same_bits(kind: str) -> None:
     """What lets the soak go on after an error: nothing of the failed try is left in the model."""
