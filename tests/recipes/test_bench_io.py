@@ -42,13 +42,6 @@ def test_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "plain os.pwritev" in {row["contender"] for row in rows}
 
 
-def test_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io, "SWEEP", ((1, 1 << 20), (2, 4 << 20)))
-    rows = run(tmp_path, "--sweep")["medians"]
-    assert isinstance(rows, list)
-    assert {"ours, 1 x 1 MiB", "ours, 2 x 4 MiB"} < {row["contender"] for row in rows}
-
-
 def test_limits_what_it_writes(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"would write 16\.0 GiB; lower --size or --rounds"):
         io.main(["--dir", str(tmp_path / "drive"), "--size", "1GiB", "--rounds", "7", "--max-written", "15GiB"])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from recipes.benchmarks import io_beside_compute
-from recipes.benchmarks.io_beside_compute import Sample, main, parse_arguments, summarise
+from recipes.benchmarks.io_beside_compute import Sample, main, summarise
 
 
 def test_what_is_lost_is_of_the_same_round() -> None:
@@ -36,21 +34,3 @@ def test_a_short_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     assert {row["kind"] for row in rows} == {"alone", "read", "write"}
     assert all((row["gib_per_s"] > 0) is (row["kind"] != "alone") for row in rows)
     assert not list(drive.iterdir())
-
-
-@pytest.mark.parametrize("wrong", [["--rate", "0"], ["--rounds", "0"], ["--seconds", "0"], ["--dir", "/no/such"]])
-def test_mistakes_are_refused(wrong: list[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(["--dir", str(tmp_path), *wrong])
-
-
-def test_a_drive_that_refuses_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> int:
-        raise OSError(errno.EIO, "it is broken")
-
-    monkeypatch.setattr(io_beside_compute, "REQUEST_BYTES", 2 << 20)
-    monkeypatch.setattr(io_beside_compute, "FILE_BYTES", 8 << 20)
-    monkeypatch.setattr(os, "preadv", refuse)
-    with pytest.raises(SystemExit, match=r"the drive refuses to read: .* it is broken"):
-        main(["--dir", str(tmp_path), "--rounds", "1", "--seconds", "0.05"])
-    assert not list(tmp_path.iterdir())

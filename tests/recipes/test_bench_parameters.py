@@ -8,13 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.benchmarks.parameters import bound_bytes, expected_bytes, main, parse_arguments, summarise
+from recipes.benchmarks.parameters import bound_bytes, expected_bytes, main, summarise
 
 FACTS = {"parameter_bytes": 110, "small_bytes": 10, "trained_bytes": 110, "largest_unit_bytes": 20}
-
-
-def test_what_is_frozen_is_read_twice_and_never_written() -> None:
-    assert expected_bytes(FACTS, "frozen_away") == (200, 0)
 
 
 def test_all_that_is_trained_is_moved_with_its_gradient_and_states() -> None:
@@ -40,12 +36,6 @@ def test_steps_are_compared_with_keeps_of_the_same_turn() -> None:
     keep, away = summarise(turns, {"keep": fact, "away": fact | {"losses": ["b"]}})
     assert (keep["of_keep"], keep["equal"]) == (1.0, True)
     assert (away["of_keep"], away["of_bound"], away["peak_bytes"], away["equal"]) == (2.25, 1.75, 5, False)
-
-
-@pytest.mark.parametrize("wrong", [["--part", "fast"], ["--turns", "0"], ["--turn-steps", "1"]])
-def test_mistakes_are_refused(wrong: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(wrong)
 
 
 @pytest.mark.exhaustive

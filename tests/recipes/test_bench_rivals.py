@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -35,26 +34,6 @@ def test_those_without_packages_train_to_the_same_bits(tmp_path: Path, capsys: p
     assert len({tuple(found["losses"]) for found in rows}) == 1
     assert str(tmp_path) not in report.read_text()
     assert list(tmp_path.iterdir()) == [report], "it leaves something behind"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--modes", "plain,deepspeed_lean"], "not installed: deepspeed; pip install deepspeed"),
-        ([], "not installed: accelerate, deepspeed; pip install accelerate deepspeed"),
-        ([], "leave it out: --modes plain,swap,fsdp2,ours"),
-        (["--modes", "plain,our"], "--modes has our; allowed: plain"),
-        (["--modes", "plain", "--steps", "0"], "at least one step"),
-        (["--modes", "plain", "--limit", "much"], "is not a size"),
-    ],
-)
-def test_mistakes(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        rivals.main(arguments)
-    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_wrong_bits_and_an_end_are_no_success(monkeypatch: pytest.MonkeyPatch) -> None:

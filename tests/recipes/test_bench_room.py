@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from recipes.benchmarks import step
 from recipes.benchmarks.harness import rounds as bench_round
@@ -74,30 +73,6 @@ def test_who_is_out_of_memory_is_told_and_the_others_go_on(
     assert "round 2 turn 1: recompute" not in err, "it would be so again"
 
 
-@pytest.mark.exhaustive
-def test_a_keep_without_memory_leaves_the_others_without_comparison(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def fails(*_: object) -> int:
-        raise ChildOutOfMemoryError("keep", "no room")
-
-    monkeypatch.setattr(step, "measure_held", fails)
-    rows = hungry(monkeypatch, capsys, "--modes", "keep,naive,budget=40%")
-    assert [row.get("failed") for row in rows.values()] == ["out of memory", None, "not run: needs what keep holds"]
-    assert rows["naive"]["num_steps"] == 4
-    assert (rows["naive"]["equal"], rows["naive"]["step_ratio"]) == (None, None)
-    assert "| budget=40% | not run: needs what keep holds |" in capsys.readouterr().out
-
-
-@pytest.mark.exhaustive
-def test_all_without_memory_is_a_table_as_well(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = hungry(monkeypatch, capsys, "--modes", "ssd,recompute")
-    assert [row["failed"] for row in rows.values()] == ["out of memory"] * 2
-    assert "| recompute | out of memory |" in capsys.readouterr().out
-
-
 def test_modes_that_would_fill_the_drive_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(free=10 << 30)
     monkeypatch.setattr(step.shutil, "disk_usage", lambda path: free)
@@ -108,15 +83,3 @@ def test_modes_that_would_fill_the_drive_are_refused(tmp_path: Path, monkeypatch
     with pytest.raises(SystemExit, match=r"has 10.0 GiB free.* ssd 6.0, budget=40% 3.6, naive 6.0; name fewer --modes"):
         step.check_room([*modes[:5], "naive"], 6 << 30, tmp_path)
     step.check_room(modes, None, tmp_path)
-
-
-def test_a_machine_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert step.commit() == "unknown"
-    assert step.environment("bench_step", 1)["commit"] == "unknown"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_the_profile_of_a_card_says_that_there_is_none() -> None:
-    with pytest.raises(SystemExit, match="--profile gpu needs a CUDA device"):
-        step.main(["--profile", "gpu"])

@@ -41,19 +41,19 @@ def opening_comment(path: Path) -> str:
     return "\n".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONFIG_DIR)))
-def test_a_file_opens_with_what_it_is_and_commands_that_work(path: Path) -> None:
-    comment = opening_comment(path)
-    assert len(comment.splitlines()) >= 2
-    commands = COMMAND.findall(comment)
-    assert commands, f"{path.name} names no command that runs it"
-    for command in commands:
-        words = shlex.split(command)
-        overrides = [word for word in words if "=" in word]
-        assert set(words) - set(overrides) <= {"-m", "--cfg", "job"}
-        SCHEMA.check_overrides(overrides)
-        if path.parent != CONFIG_DIR:
-            assert any(re.fullmatch(rf"{path.parent.name}=\[?{path.stem}\]?", word) for word in overrides)
+def test_a_file_opens_with_what_it_is_and_commands_that_work() -> None:
+    for path in FILES:
+        comment = opening_comment(path)
+        assert len(comment.splitlines()) >= 2, path.name
+        commands = COMMAND.findall(comment)
+        assert commands, f"{path.name} names no command that runs it"
+        for command in commands:
+            words = shlex.split(command)
+            overrides = [word for word in words if "=" in word]
+            assert set(words) - set(overrides) <= {"-m", "--cfg", "job"}, command
+            SCHEMA.check_overrides(overrides)
+            named = any(re.fullmatch(rf"{path.parent.name}=\[?{path.stem}\]?", word) for word in overrides)
+            assert named or path.parent == CONFIG_DIR, command
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda word: word)
@@ -111,10 +111,6 @@ def test_a_policy_names_every_field_with_its_default(path: Path, tmp_path: Path)
     ("overrides", "name", "value"),
     [
         (["offload=budget", "offload.activation_budget=1.5GiB"], "activation_budget", "1.5GiB"),
-        (["offload=auto", "offload.memory_budget=20GiB"], "memory_budget", "20GiB"),
-        (["offload=auto", "offload.wear_budget=1.0DWPD"], "wear_budget", "1.0DWPD"),
-        (["offload=ssd", "offload.optimizer_states=offload"], "optimizer_states", "offload"),
-        (["offload=recompute", "offload.recompute_modules=[GPT2Block]"], "recompute_modules", ("GPT2Block",)),
         (["offload=recompute_offload", "offload.recompute_modules=GPT2Block"], "recompute_modules", ("GPT2Block",)),
     ],
 )
@@ -133,7 +129,7 @@ WITHOUT_DRIVES = {"auto", "cpu", "h100", "h200"}
 
 
 @pytest.mark.parametrize("path", HARDWARE, ids=lambda path: path.stem)
-def test_hardware_names_every_field(path: Path, tmp_path: Path) -> None:
+def test_hardware_names_every_field_and_the_source_of_its_facts(path: Path, tmp_path: Path) -> None:
     """So that each can be set without a plus sign, and a new field cannot be forgotten here."""
     config = compose([f"hardware={path.stem}"], tmp_path)
     for node, cls in ((config.hardware, lightning_ssd.HardwareProfile), (config.machine, MachineProfile)):
@@ -141,10 +137,7 @@ def test_hardware_names_every_field(path: Path, tmp_path: Path) -> None:
     for key, fact in (("accelerator", "accelerator"), ("devices", "num_devices"), ("precision", "precision")):
         assert config.trainer[key] == config.machine[fact]
 
-
-@pytest.mark.parametrize("path", HARDWARE, ids=lambda path: path.stem)
-def test_facts_of_a_machine_have_a_source(path: Path, tmp_path: Path) -> None:
-    machine = instantiate(compose([f"hardware={path.stem}"], tmp_path).machine, _convert_="all")
+    machine = instantiate(config.machine, _convert_="all")
     assert isinstance(machine, MachineProfile)
     assert (machine.tiers(machine.num_devices) is None) == (path.stem in WITHOUT_DRIVES)
     text = path.read_text(encoding="utf-8")
@@ -152,24 +145,6 @@ def test_facts_of_a_machine_have_a_source(path: Path, tmp_path: Path) -> None:
         assert re.search(r"https://|data sheet|docs/results/|Measured by", text)
     if machine.device_peak_tflops is not None:  # in which precision?
         assert machine.precision == ("32-true" if machine.link_gb_per_s is None else "bf16-mixed")
-
-
-@pytest.mark.parametrize(
-    ("override", "match"),
-    [
-        ("+machine.num_drive=2", r"Did you mean machine\.num_drives"),
-        ("++machine.devices=2", "machine.devices: there is no such key"),
-    ],
-)
-def test_a_mistyped_fact_of_a_machine_is_refused(override: str, match: str) -> None:
-    with pytest.raises(ConfigMistake, match=match):
-        SCHEMA.check_overrides(["hardware=dgx_h100", override])
-
-
-def test_a_budget_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
-    config = compose(["offload=recompute", "offload.activation_budget=1GiB"], tmp_path)
-    with pytest.raises(InstantiationException, match="would be ignored"):
-        instantiate(config.offload)
 
 
 # The size of "pretrained" is that of its folder.
@@ -195,6 +170,7 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
     ("overrides", "full_key", "nearest", "allowed"),
     [
         (["modle=gpt"], "modle", "model", "callbacks, data, experiment"),
+        (["hardware=dgx_h100", "+machine.num_drive=2"], "machine.num_drive", "machine.num_drives", "accelerator"),
         (["model=bart"], "model=bart", "model=bert", "bert, bert_base"),
         (["model=gpt,bertt"], "model=bertt", "model=bert", "bert, bert_base"),
         (["offload=sdd"], "offload=sdd", "offload=ssd", "auto, budget, everything, fsdp, keep, none, recompute"),
@@ -206,15 +182,8 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
         ),
         (["callbacks=[offload_monitr]"], "callbacks=offload_monitr", "callbacks=offload_monitor", "none, offload_mon"),
         (["offload.min_tensor_byte=4"], "offload.min_tensor_byte", "offload.min_tensor_bytes", "activation_budget"),
-        (["+offload.min_tensor_byte=4"], "offload.min_tensor_byte", "offload.min_tensor_bytes", "activation_budget"),
         (["++offload.min_tensor_byte=4"], "offload.min_tensor_byte", "offload.min_tensor_bytes", "activation_budget"),
         (["min_tensor_bytes=4"], "min_tensor_bytes", "offload.min_tensor_bytes", "callbacks, data"),
-        (
-            ["++trainer.gradient_clip_value=1"],
-            "trainer.gradient_clip_value",
-            "trainer.gradient_clip_val",
-            "accelerator",
-        ),
         (["~trainer.max_step"], "trainer.max_step", "trainer.max_steps", "accelerator"),
         (["model.config.n_layers=2"], "model.config.n_layers", "model.config.n_layer", "n_embd"),
         (["model=bert,gpt", "model.config.n_layer=2"], "model.config.n_layer", None, "num_hidden_layers"),
@@ -222,8 +191,6 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
         (["data=synthetic", "data.path=x"], "data.path", None, "num_batches"),
         (["offload.activations=ofload"], "offload.activations=ofload", "offload.activations=offload", "auto, offload"),
         (["offload.verify=off,ful"], "offload.verify=ful", "offload.verify=full", "off, sampled, full"),
-        (["hardware.backend=possix"], "hardware.backend=possix", "hardware.backend=posix", "auto, kvikio, posix"),
-        (["model.objective=cusal"], "model.objective=cusal", "model.objective=causal", "causal, masked, seq2seq"),
         (
             ["offload=none", "offload.verify=full"],
             "offload.verify",
@@ -231,7 +198,6 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
             "auto, budget, everything, fsdp, keep, none, recompute",
         ),
         (["+local=machine"], "local", None, "callbacks, data"),
-        (["seed=1", "+sed=1"], "sed", "seed", "callbacks, data"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -247,9 +213,8 @@ def test_a_mistake_names_key_nearest_match_and_what_is_allowed(
     assert len(message.splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_what_is_right_is_accepted() -> None:
+    for overrides in (
         ["model=gpt,bert,t5", "offload=keep,ssd", "seed=range(1,3)"],
         ["+trainer.gradient_clip_algorithm=norm", "trainer.max_steps=3"],
         ["+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor"],
@@ -257,10 +222,8 @@ def test_a_mistake_names_key_nearest_match_and_what_is_allowed(
         ["offload.min_tensor_bytes='4KiB'", "hardware.paths=[one,two]", "~trainer.gradient_clip_val"],
         ["+model.config.n_inner=64", "logger=wandb", "logger.wandb.group=mine"],
         [],
-    ],
-)
-def test_what_is_right_is_accepted(overrides: list[str]) -> None:
-    SCHEMA.check_overrides(overrides)
+    ):
+        SCHEMA.check_overrides(overrides)
 
 
 @pytest.mark.parametrize(

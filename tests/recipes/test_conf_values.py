@@ -132,47 +132,45 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("key", "text"), ROWS, ids=lambda word: word)
-def test_a_bad_value_is_refused_with_what_was_expected_and_what_was_got(key: str, text: str) -> None:
-    value = value_of(text)
-    message = mistake_in(key, value)
-    assert message is not None
-    assert message.startswith(key), message
-    assert "expected" in message or " Write " in message
-    assert "OffloadPolicy" not in message
-    assert "HardwareProfile" not in message
-    assert len(message.splitlines()) == 1
-    assert len(message) < 300
+def test_a_bad_value_is_refused_with_what_was_expected_and_what_was_got() -> None:
+    def is_clear(key: str, message: str | None) -> bool:
+        if message is None or not message.startswith(key) or len(message) >= 300 or "\n" in message:
+            return False
+        tells = "expected" in message or " Write " in message
+        return tells and "OffloadPolicy" not in message and "HardwareProfile" not in message
+
+    told = {(key, text): mistake_in(key, value_of(text)) for key, text in ROWS}
+    assert len(told) > 150
+    assert {row: message for row, message in told.items() if not is_clear(row[0], message)} == {}
 
 
-@pytest.mark.parametrize(
-    ("key", "texts"),
-    [
-        ("trainer.max_steps", "1 -1 20"),
-        ("trainer.max_epochs", "null -1 3"),
-        ("trainer.limit_train_batches", "1.0 0.1 7 null"),
-        ("trainer.limit_val_batches", "0 0.0 1.0 5"),
-        ("trainer.val_check_interval", "200 0.5 '00:01:00:00' null"),
-        ("trainer.gradient_clip_val", "null 0 1.5 1"),
-        ("trainer.devices", "auto 1 2 -1 [0,1]"),
-        ("seed", "0 4294967295 ${data.seed}"),
-        ("data.path", "null my.txt '☃.txt'"),
-        ("model.learning_rate", "1e-3 0 1"),
-        ("model.lora", "null {rank:4}"),
-        ("model.lora.target_modules", "null [c_attn] [q_proj,v_proj]"),
-        ("offload.parameters", "keep offload auto"),
-        ("offload.gradients", "keep offload auto"),
-        ("model.config.vocab_size", "${data.vocab_size} 512"),
-        ("offload.master_weights", "true false"),
-        ("offload.activation_budget", "null 1.5GiB 12345"),
-        ("hardware.host_memory", "auto 0 2GiB"),
-        ("trainer.max_time", "00:00:01:00"),
-    ],
-)
-def test_a_good_value_is_taken(key: str, texts: str) -> None:
-    for text in texts.split():
-        value = text if is_interpolation(text) else value_of(text)
-        assert mistake_in(key, value) is None
+GOOD = {
+    "trainer.max_steps": "1 -1 20",
+    "trainer.max_epochs": "null -1 3",
+    "trainer.limit_train_batches": "1.0 0.1 7 null",
+    "trainer.limit_val_batches": "0 0.0 1.0 5",
+    "trainer.val_check_interval": "200 0.5 '00:01:00:00' null",
+    "trainer.gradient_clip_val": "null 0 1.5 1",
+    "trainer.devices": "auto 1 2 -1 [0,1]",
+    "seed": "0 4294967295 ${data.seed}",
+    "data.path": "null my.txt '☃.txt'",
+    "model.learning_rate": "1e-3 0 1",
+    "model.lora": "null {rank:4}",
+    "model.lora.target_modules": "null [c_attn] [q_proj,v_proj]",
+    "offload.parameters": "keep offload auto",
+    "offload.gradients": "keep offload auto",
+    "model.config.vocab_size": "${data.vocab_size} 512",
+    "offload.master_weights": "true false",
+    "offload.activation_budget": "null 1.5GiB 12345",
+    "hardware.host_memory": "auto 0 2GiB",
+    "trainer.max_time": "00:00:01:00",
+}
+
+
+def test_a_good_value_is_taken() -> None:
+    for key, texts in GOOD.items():
+        for text in texts.split():
+            assert mistake_in(key, text if is_interpolation(text) else value_of(text)) is None, (key, text)
 
 
 @pytest.mark.parametrize(
@@ -210,13 +208,10 @@ SMOKE = ["experiment=smoke", "logger=none", "callbacks=none"]
     [
         (["seed=-1"], r"^seed=-1: expected a whole number"),
         (["seed=1,2"], r"^seed=1,2: several values; add -m"),
-        (["seed"], r"^'seed': expected KEY=VALUE"),
         (["~seed"], r"^seed is missing"),
         (["seed=${nope}"], r"^seed: Interpolation key 'nope' not found"),
         (["trainer.max_steps=-1"], r"^trainer.limit_train_batches=-1: expected"),
         (["output_dir=/dev/null/x"], r"^output_dir=/dev/null/x: cannot be made"),
-        (["model=pretrained"], r"^model.path is missing: give model.path=VALUE"),
-        (["model=pretrained", "model.path=/none"], r"^model.path=/none: is no folder"),
         (["model=pretrained", "model.path=/", "model.dtype=int8"], r"^model.dtype=int8: there is no such choice"),
         (["trainer.precision=abc"], r"^trainer: Precision 'abc' is invalid"),
         (["trainer.strategy=ddpp"], r"^trainer: You selected an invalid strategy name"),

@@ -12,9 +12,7 @@ from transformers import GPT2Config
 
 from recipes.benchmarks.harness.modes import Settings
 from recipes.benchmarks.harness.shapes import TINY, Shape
-from recipes.benchmarks.workers import optimizer as optimizer_worker
 from recipes.benchmarks.workers import step
-from recipes.benchmarks.workers.optimizer_job import OptimizerJob, Sizes
 from recipes.determinism import FUNCTIONS, make_deterministic, settle_first_calls
 from recipes.models import build_network
 
@@ -58,32 +56,12 @@ def test_on_a_cpu_nothing_is_set_or_tried() -> None:
     assert settings() == before == (None, False, False, True)
 
 
-def test_what_the_user_has_chosen_for_cublas_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, ":16:8")
-    make_deterministic("cuda")
-    assert settings()[0] == ":16:8"
-
-
 def test_an_operation_without_a_deterministic_version_is_told_and_goes_on() -> None:
     told = make_deterministic("cuda", scattered)
     assert told.startswith("NOT deterministic: put_")
     assert settings() == (":4096:8", True, True, False)
     with pytest.warns(UserWarning, match="put_"):
         scattered()
-
-
-def test_a_trial_without_such_an_operation_changes_nothing() -> None:
-    seen = []
-    assert make_deterministic("cuda", lambda: seen.append(settings())) == "deterministic operations only"
-    assert seen == [settings()] == [(":4096:8", True, False, False)]
-
-
-def test_other_errors_of_the_trial_are_not_taken_for_it() -> None:
-    def fails() -> None:
-        raise RuntimeError("CUDA out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        make_deterministic("cuda", fails)
 
 
 def test_a_worker_of_steps_tries_all_operations_first_and_tells(
@@ -111,22 +89,6 @@ def test_a_worker_of_steps_tries_all_operations_first_and_tells(
     assert [first[name] for name in ("loss", "gradients", "weights")] == [
         second[name] for name in ("loss", "gradients", "weights")
     ], "the trial has changed what is trained"
-
-
-def test_a_worker_of_updates_asks_before_it_makes_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def model(sizes: Sizes) -> None:
-        assert asked == ["cpu"]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(optimizer_worker, "make_deterministic", asked.append)
-    monkeypatch.setattr(Sizes, "model", model)
-    sizes = Sizes(hidden=8, layers=1, vocabulary=8)
-    job = OptimizerJob(mode="torch", sizes=sizes, optimizer="adamw", directories=(str(tmp_path),), threads=1)
-    with pytest.raises(KeyboardInterrupt), optimizer_worker.open_updater(job):
-        pass
-    assert asked == ["cpu"]
 
 
 # -- first calls: the race itself shows in one process of twenty or fewer, so each call is shown to come before it -----

@@ -17,11 +17,11 @@ from unittest import mock
 import pytest
 
 from recipes.gpu import run as gpu
-from recipes.gpu.experiments import Experiment, allot, command_line, make_experiments, of_facts
+from recipes.gpu.experiments import Experiment, allot, make_experiments, of_facts
 from recipes.gpu.facts import inspect_machine
-from recipes.gpu.marks import files_with_gpu_tests, has_gpu_tests
+from recipes.gpu.marks import files_with_gpu_tests
 from recipes.gpu.run import ROOT
-from recipes.gpu.sizes import GIB, MIB, Room, io_bytes, optimizer_layers, step_arguments
+from recipes.gpu.sizes import GIB, MIB, Room, io_bytes, optimizer_layers
 from recipes.gpu.table import read_result
 from tests.support.forked import forks_of
 
@@ -44,32 +44,6 @@ FILES = [
 ]
 
 
-# -- which files -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("@pytest.mark.gpu\ndef test_a(): pass", True),
-        ("pytestmark = pytest.mark.gpu", True),
-        ("pytestmark = [pytest.mark.slow, pytest.mark.gpu]", True),
-        ("from pytest import mark, param\nx = param(1, marks=mark.gpu)", True),
-        ("class TestA:\n    @pytest.mark.gpu\n    def test_a(self): pass", True),
-        ("# pytest.mark.gpu", False),
-        ('"""pytest.mark.gpu"""', False),
-        ("@pytest.mark.slow\ndef test_gpu(): profile.gpu", False),
-    ],
-)
-def test_the_scan_sees_markers_and_nothing_else(source: str, expected: bool) -> None:
-    assert has_gpu_tests(source) is expected
-
-
-def test_the_scan_finds_what_is_known() -> None:
-    found = {str(path.relative_to(ROOT)) for path in files_with_gpu_tests(ROOT / "tests")}
-    assert {"tests/parity/test_cuda.py", "tests/storage/test_kvikio.py", "tests/memory/test_staging.py"} <= found
-    assert str(Path(__file__).relative_to(ROOT)) not in found, "its markers are in strings"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_scan_finds_what_pytest_collects(forks: list[str]) -> None:
@@ -83,27 +57,6 @@ def test_the_scan_finds_what_pytest_collects(forks: list[str]) -> None:
     assert collected == {str(path.relative_to(ROOT)) for path in files_with_gpu_tests(ROOT / "tests")}
 
 
-# -- how large ---------------------------------------------------------------------------------------------------
-
-
-def steps_of(room: Room) -> dict[str, int]:
-    parts = step_arguments(room, num_modes=3, num_writing=2)
-    assert parts is not None
-    return {name.removeprefix("--"): int(value) for name, value in zip(parts[::2], parts[1::2], strict=True)}
-
-
-def test_the_step_gets_larger_with_the_drive_and_the_card() -> None:
-    here = Room.of(CARD)
-    assert here.drive_per_s == 1.5e9
-    slow, fast = steps_of(replace(here, drive_per_s=0.3e9)), steps_of(replace(here, drive_per_s=7e9))
-    small = steps_of(replace(here, device_bytes=18 * GIB))
-    assert (slow["width"], fast["width"], small["width"]) == (768, 1280, 768)
-    assert fast["batch"] >= 4
-    assert steps_of(replace(here, drive_per_s=7e9, disk_bytes=10 * GIB))["batch"] < fast["batch"]
-    for nothing in ("device_bytes", "host_bytes", "disk_bytes", "drive_per_s"):
-        assert step_arguments(replace(here, **{nothing: 1}), num_modes=3, num_writing=2) is None
-
-
 def test_what_is_moved_fits_the_time() -> None:
     room = Room.of(CARD)
     assert 17 * 5 * io_bytes(room, 25, 17) <= 25 * room.drive_per_s
@@ -115,49 +68,23 @@ def test_what_is_moved_fits_the_time() -> None:
     assert optimizer_layers(replace(room, disk_bytes=GIB), 40) is None
 
 
-# -- what is run -------------------------------------------------------------------------------------------------
-
-
 def made(facts: dict[str, Any], *, rehearse: bool = False) -> dict[str, Experiment]:
     found = make_experiments(facts, Path("/drive"), FILES, rehearse=rehearse)
     return {experiment.name: experiment for experiment in found}
-
-
-def test_the_order_is_that_of_the_questions() -> None:
-    assert list(made(CARD)) == [
-        *("streams", "bits", "waiting", "weights", "steps", "plans", "compiled", "compiled, reduce-overhead"),
-        *("tensors", "drive", "optimizer", "kvikio", "bits, expandable segments"),
-    ]
-
-
-def test_each_file_is_run_where_it_belongs() -> None:
-    found = made(CARD)
-    assert [part for part in found["streams"].command if part.startswith("tests/")] == FILES[2:4]
-    assert [part for part in found["waiting"].command if part.startswith("tests/")] == FILES[4:]
-    assert [part for part in found["bits"].command if part.startswith("tests/")] == FILES[:1]
-    assert found["bits, expandable segments"].environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert [part for part in found["kvikio"].command if part.startswith("tests/")] == FILES[1:2]
 
 
 @pytest.mark.parametrize(
     ("changed", "name", "reason"),
     [
         ({}, "kvikio", "kvikio-cu12 or kvikio-cu13 is not installed"),
-        ({"packages": {"kvikio-cu13": "26.2"}}, "bits", "pytest is not installed"),
         ({"has_cuda": False}, "steps", r"PyTorch 2.13.0 sees no CUDA device"),
         ({"missing": "no lightning"}, "tensors", "the package cannot be imported: no lightning"),
-        ({"disk_free_bytes": 1}, "plans", "no size fits the room that there is: Room(device_bytes="),
         ({"disk_free_bytes": 1}, "optimizer", "the drive has no room for the states of two layers"),
     ],
 )
 def test_what_cannot_run_says_why(changed: dict[str, Any], name: str, reason: str) -> None:
     assert reason in made(CARD | changed)[name].skip
     assert not any(experiment.skip for other, experiment in made(CARD).items() if other != "kvikio")
-
-
-def test_nothing_is_known_of_a_machine_that_cannot_import_the_package() -> None:
-    """Then there are no sizes either."""
-    assert {e.skip for e in made({"missing": "no torch"}).values()} == {"the package cannot be imported: no torch"}
 
 
 def test_time_is_shared_out() -> None:
@@ -168,22 +95,11 @@ def test_time_is_shared_out() -> None:
     assert least < 540, "otherwise the last one never runs"
 
 
-def test_a_benchmark_is_told_to_end_before_its_limit() -> None:
-    steps = made(CARD)["steps"]
-    command = command_line(steps, Path("/out/steps.json"), 75.0)
-    assert command[0] == sys.executable
-    assert f"--json={Path('/out/steps.json')}" in command
-    assert "--within=56" in command
-
-
 def test_facts_name_no_host_and_no_path(tmp_path: Path) -> None:
     text = json.dumps(inspect_machine(tmp_path, metered_bytes=8 << 20))
     assert os.uname().nodename not in text.replace(os.uname().release, "")
     assert str(tmp_path) not in text
     assert json.loads(text)["write_per_s"] > 0
-
-
-# -- what becomes of them ----------------------------------------------------------------------------------------
 
 
 Script = Callable[..., Experiment]
@@ -255,7 +171,7 @@ def test_what_takes_too_long_ends_with_all_its_processes(
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']);"
         "print('its child is', child.pid); time.sleep(100)"
     )
-    row, content = gpu.run(script(source, limit_s=5.0), 5.0, tmp_path, tmp_path)
+    row, content = gpu.run(script(source, limit_s=3.0), 3.0, tmp_path, tmp_path)
     assert (row.status, content) == ("timed out", None)
     pid = int(row.answer.partition("its child is ")[2].split()[0])
     deadline_s = time.monotonic() + 10
@@ -332,41 +248,6 @@ def test_ended_from_outside_it_leaves_no_process(tmp_path: Path) -> None:
     assert "| # | question |" in out, "the table of what there is comes all the same"
     assert list((tmp_path / "dir").iterdir()) == []
 
-
-def test_without_a_card_it_says_so(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = script(WRITES.format(found=CARD | {"cores": 1, "drive": "a drive", "has_cuda": False}), kind="facts")
-    monkeypatch.setattr(gpu, "of_facts", lambda *_, **__: facts)
-    assert gpu.main(["--dir", str(tmp_path / "dir"), "--out", str(tmp_path)]) == 1
-    rows = json.loads((tmp_path / "results.json").read_text())["experiments"]
-    assert {row["answer"] for row in rows[1:]} == {"PyTorch 2.13.0 sees no CUDA device"}
-
-
-def test_a_card_too_small_for_plain_training_is_told(tmp_path: Path) -> None:
-    training = {"median_step_s": 1.0, "peak_bytes": 12 << 30, "of_keep": 2.0, "equal": True}
-    capped = {"allowed_bytes": 13 << 30, "plain_has_run": False, "ours": training}
-    result = tmp_path / "weights.json"
-    result.write_text(json.dumps({"num_parameters": 438_000_000, "modes": {"host": training}, "capped": capped}))
-    told = "1.000 s (2.00 of keep), peak 12,288 MiB, bits equal"
-    assert read_result("weights", result) == (
-        f"438 M parameters; host: {told}; in 13,312 MiB plain training runs out of memory; ours: {told}"
-    )
-    result.write_text(result.read_text().replace("false", "true"))
-    assert "plain training RAN" in read_result("weights", result)
-
-
-def test_counts_of_tests_are_read(tmp_path: Path) -> None:
-    result = tmp_path / "r.xml"
-    result.write_text(
-        "<testsuites><testsuite><testcase classname='tests.a.B' name='x'/>"
-        "<testcase classname='tests.a' name='y[1]'><failure message='m'/></testcase>"
-        "<testcase classname='' name='tests.broken'><error message='m'/></testcase>"
-        "<testcase classname='tests.a' name='z'><skipped message='Skipped: no card'/></testcase>"
-        "</testsuite></testsuites>"
-    )
-    assert read_result("tests", result) == "1 passed, 2 failed: a::y[1], tests.broken, 1 skipped: no card"
-
-
-# -- all together ------------------------------------------------------------------------------------------------
 
 BARE = """
 import importlib.metadata as metadata

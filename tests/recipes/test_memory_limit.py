@@ -13,7 +13,7 @@ import pytest
 from lightning_ssd import OffloadPolicy
 from recipes.benchmarks import memory_limit
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError
-from recipes.benchmarks.memory_limit import NO_GROUP, Trial, choose_limit, main, memory_group, shown, table
+from recipes.benchmarks.memory_limit import NO_GROUP, Trial, choose_limit, main, memory_group, shown
 
 MIB = 1 << 20
 FREE = Trial(
@@ -39,7 +39,7 @@ def _control_group() -> None:
         pytest.skip(f"no memory control group here: {error}")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_control_group")
 def test_the_kernel_kills_plain_training_and_ours_finishes(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The real thing in small: three processes, a real limit, real losses."""
@@ -60,7 +60,6 @@ def test_the_kernel_kills_plain_training_and_ours_finishes(spill_dir: Path, caps
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.usefixtures("_control_group")
 def test_a_model_that_does_not_fit_at_all_is_trained(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What plain training takes is more than twice the limit."""
@@ -107,16 +106,6 @@ def test_verdicts(free: Trial, plain: Trial, ours: Trial, is_shown: bool, text: 
     assert text in shown(free, plain, ours)[1]
 
 
-def test_the_table_says_who_was_killed_where() -> None:
-    lines = table([FREE, KILLED, OURS]).splitlines()
-    assert len(lines) == 4
-    assert "finished 2 steps" in lines[1]
-    assert "none" in lines[1]
-    assert "killed by the kernel in step 2" in lines[2]
-    assert "finished 2 steps" in lines[3]
-    assert "200" in lines[3]
-
-
 def test_what_is_printed_is_what_trains() -> None:
     """The policy in words, read as Python, is that of the worker."""
     plain = memory_limit.SIZES["tiny"]
@@ -133,11 +122,3 @@ def test_the_limit_lies_between_rest_and_peak() -> None:
     assert choose_limit(FREE) == 200 * MIB
     with pytest.raises(ValueError, match="give --limit"):
         choose_limit(replace(FREE, peak_bytes=None))
-
-
-@pytest.mark.parametrize("words", [["--limit", "much"], ["--limit", "0"], ["--steps", "0"], ["--threads", "0"]])
-def test_mistakes_are_told(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(words)
-    assert caught.value.code == 2
-    assert words[0] in capsys.readouterr().err

@@ -8,24 +8,8 @@ import pytest
 import torch
 
 from lightning_ssd.storage.backend import Backend
-from recipes.benchmarks import step
 from recipes.benchmarks.harness import modes
-from recipes.benchmarks.harness.mode_names import MODES, ModeSpec, parse_mode, parse_modes
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [(["--modes", "keep,ssdd"], "--modes has ssdd; allowed: keep, ssd"), (["--modes", ""], "--modes has nothing")],
-)
-def test_wrong_modes_name_the_right_ones(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        step.main(arguments)
-    assert text in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "budget"])
-def test_every_mode_is_a_name(mode: str) -> None:
-    assert parse_mode(mode) == ModeSpec(kind=mode)
+from recipes.benchmarks.harness.mode_names import ModeSpec, parse_mode, parse_modes
 
 
 @pytest.mark.parametrize(
@@ -47,33 +31,18 @@ def test_names_are_read(name: str, spec: ModeSpec, budget_bytes: int | None) -> 
     ("name", "allowed"),
     [
         ("budget", "budget=SIZE"),
-        ("budget=", "allowed: keep"),
-        ("budget=0%", "above 0 %"),
         ("budget=101%", "up to 100 %"),
-        ("budget=many%", "up to 100 %"),
         ("budget=0", "above 0"),
         ("budget=lots", "is not a size"),
         ("ssd=40%", "no budget for the other modes"),
         ("auto@fast", "is not a size"),
-        ("auto@0", "above 0"),
+        ("keep,ssd, keep", "each mode once"),
         ("keep@50MB/s", "so not keep"),
-        ("recompute@50MB/s", "so not recompute"),
-        ("auto+50MB/s", "allowed: keep"),
     ],
 )
 def test_names_that_say_nothing_are_refused(name: str, allowed: str) -> None:
     with pytest.raises(ValueError, match=allowed):
-        parse_mode(name)
-
-
-def test_a_share_needs_a_whole() -> None:
-    with pytest.raises(ValueError, match="share of what keep holds, which is not known"):
-        parse_mode("budget=40%").budget_bytes(None)
-
-
-def test_no_mode_twice() -> None:
-    with pytest.raises(ValueError, match="each mode once"):
-        parse_modes("keep,ssd, keep")
+        parse_modes(name)
 
 
 def test_a_rate_slows_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
 
 from recipes.data import MASK_TOKEN, PAD_TOKEN
-from recipes.models import LanguageModel, make_inputs
-from recipes.schema import SCHEMA
-from recipes.summary import RunSummary
-
-ROOT = SCHEMA.config_dir.parent
-MIB = 1 << 20
-TINY = ["experiment=smoke", "trainer.max_steps=2"]
-Train = Callable[..., RunSummary]
+from recipes.models import make_inputs
 
 
 def test_a_causal_model_predicts_the_next_token() -> None:
@@ -41,8 +31,3 @@ def test_a_sequence_to_sequence_model_predicts_the_second_half() -> None:
     assert inputs["input_ids"].tolist() == [[5, 6]]
     assert inputs["decoder_input_ids"].tolist() == [[PAD_TOKEN, 7]]
     assert labels.tolist() == [[7, 8]]
-
-
-def test_a_model_without_weights_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r"call configure_model\(\) first"):
-        LanguageModel(config=None, objective="causal")(torch.zeros(1, 4, dtype=torch.long))  # type: ignore[arg-type]

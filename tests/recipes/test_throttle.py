@@ -5,32 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.drive_probe import measure_rates
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
-from recipes.benchmarks.harness.cgroups import GroupUnavailableError, Hierarchy, control_group, locate
+from recipes.benchmarks.harness.cgroups import GroupUnavailableError, control_group
 from recipes.benchmarks.harness.throttle import BucketBackend, TokenBucket, parse_rate
 from recipes.benchmarks.memory_limit import memory_group
 
 RATE = 40e6
-V1_MOUNTS = """\
-31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
-35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
-41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw
-"""
-V2_MOUNTS = "41 31 0:38 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw\n"
-NESTED_MOUNTS = "35 31 0:32 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-GROUPS = "4:memory,other:/docker/abc/job\n1:name=systemd:/init\n0::/user.slice/me\n"
 
 
 def slow(inner: Backend) -> BucketBackend:
@@ -86,49 +76,10 @@ def test_a_bucket_does_not_save_up_what_nobody_used() -> None:
     assert slept == pytest.approx([2.0, 0.5, 0.5])
 
 
-def test_a_slow_drive_slows_training(spill_dir: Path) -> None:
-    """End to end: the offloader's own writes go through the throttle."""
-    nbytes = 16 << 20
-    policy, hardware = OffloadPolicy(activations="offload"), HardwareProfile(paths=[spill_dir])
-    with Offloader(policy=policy, hardware=hardware, _wrap_backend=slow) as offloader:
-        x = torch.zeros(nbytes // 4, requires_grad=True)
-        begin_s = time.perf_counter()
-        with offloader.saved_tensors():
-            y = (x * 1).sin()
-        offloader.flush()
-        took_s = time.perf_counter() - begin_s
-        assert offloader.stats.bytes_written >= 0.99 * nbytes
-        y.sum().backward()
-    assert took_s >= 0.75 * nbytes / RATE
-
-
-@pytest.mark.parametrize(("text", "rate"), [("50MB/s", 50e6), ("1.5GiB/s", 1.5 * (1 << 30)), (" 200 MB ", 200e6)])
-def test_rates_are_read(text: str, rate: float) -> None:
-    assert parse_rate(text) == rate
-
-
 @pytest.mark.parametrize(("text", "error"), [("0", ValueError), ("fast", ConfigError), ("50MB/h", ConfigError)])
 def test_what_is_no_rate_is_refused(text: str, error: type[Exception]) -> None:
     with pytest.raises(error, match="throttle"):
         parse_rate(text)
-
-
-@pytest.mark.parametrize(
-    ("controller", "mounts", "expected"),
-    [
-        (
-            "memory",
-            V1_MOUNTS,
-            Hierarchy(1, Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup/memory/docker/abc/job")),
-        ),
-        ("memory", NESTED_MOUNTS, Hierarchy(1, Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup/memory/job"))),
-        ("memory", V2_MOUNTS, Hierarchy(2, Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/user.slice/me"))),
-        ("pids", NESTED_MOUNTS, None),
-    ],
-    ids=["v1", "subtree of v1", "v2", "none"],
-)
-def test_hierarchies_are_found(controller: str, mounts: str, expected: Hierarchy | None) -> None:
-    assert locate(controller, mountinfo=mounts, cgroup=GROUPS) == expected
 
 
 def all_groups() -> set[str]:

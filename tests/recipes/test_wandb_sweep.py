@@ -8,7 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,17 @@ NOT_HERE = re.compile(r"memory/device_peak_gib|memory/weights_.*|io/drive[2-7]_.
 """Of a CUDA device, of weights that wait, and of drives that the run has not got."""
 
 
-def call(*command: str | Path) -> str:
+def call(*command: str | Path, begin: Sequence[str] = (sys.executable,)) -> str:
     """Without a key, in a process of its own: W&B settles for a process whether it is online."""
     unset = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     environment = {**unset, "NETRC": "/nowhere", "HOME": "/nowhere", "WANDB_SILENT": "true", "COLUMNS": "100"}
-    words = [sys.executable, "-m", *map(str, command)]
+    words = [*begin, "-m", *map(str, command)]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+@cache
 def records(folder: Path) -> list[dict[str, Any]]:
     """All that the one offline run of a folder holds, as W&B's own reader writes it."""
     (run,) = (folder / "wandb").glob("offline-run-*")
@@ -60,11 +62,12 @@ def rows_of(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sweep(tmp_path_factory: pytest.TempPathFactory, forks: list[str]) -> Path:
     folder = tmp_path_factory.mktemp("sweeps") / "mine"
     paths = f"hardware.paths=[{folder}/a,{folder}/b]"
     logged = ["logger=csv_wandb", "logger.wandb.offline=true"]
-    call("recipes.train", "-m", *TINY, *OFFLOADED, paths, *logged, "seed=0,1", f"hydra.sweep.dir={folder}")
+    job = [*TINY, *OFFLOADED, paths, *logged, "seed=0,1", f"hydra.sweep.dir={folder}"]
+    call("recipes.train", "-m", *job, begin=forks)
     return folder
 
 
