@@ -190,6 +190,17 @@ def test_a_small_state_that_is_replaced_by_an_equal_one_is_the_new_one(others: b
             pair.check(optimizer)
 
 
+def test_a_number_is_replaced_by_one_that_is_only_equal(spill_dir: Path) -> None:
+    with offloaded_pair(adamw, spill_dir) as (pair, optimizer):
+        pair.step(optimizer)
+        for number in (0.0, -0.0):
+            for each, p in ((optimizer, pair.mine[2]), (pair.twin, pair.plain[2])):
+                each.state[p]["mark"] = number
+            pair.step(optimizer)
+        for each, p in ((optimizer, pair.mine[2]), (pair.twin, pair.plain[2])):
+            assert str(each.state[p]["mark"]) == "-0.0"
+
+
 def test_after_close_a_state_dict_has_what_was_edited(spill_dir: Path) -> None:
     with offloaded_pair(adamw, spill_dir, steps=2) as (pair, optimizer):
         held = optimizer.state[pair.mine[7]], pair.twin.state[pair.plain[7]]

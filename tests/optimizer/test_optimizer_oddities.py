@@ -182,6 +182,19 @@ def test_parameters_over_the_same_memory_are_refused_before_a_step(spill_dir: Pa
         pair.check(optimizer)
 
 
+def test_parameters_that_are_columns_of_one_matrix_are_refused(spill_dir: Path) -> None:
+    """They have no element in common, but lie within each other."""
+    pair = Pair(adamw)
+    for parameters in (pair.mine, pair.plain):
+        both = torch.cat([parameters[0].data, parameters[7].data], dim=1)
+        parameters[0].data, parameters[7].data = both[:, :150], both[:, 150:]
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.set_gradients()
+        with pytest.raises(ConfigError, match=r"lie within the same memory.*Nothing was updated"):
+            optimizer.step()
+        pair.check()
+
+
 def test_gradients_that_stay_and_are_zeroed(spill_dir: Path) -> None:
     pair = Pair(adamw, shapes=((300, 200), (128, 150), (7,), *[(128, 150)] * 6))
     with wrapped(pair.inner, spill_dir) as optimizer:

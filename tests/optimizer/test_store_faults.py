@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_ssd.errors import StorageError
-from lightning_ssd.optimizer.store.entry import StoredCopy
+from lightning_ssd.optimizer.store.entry import CopyPin, StoredCopy
 from tests.support.faults import always, eio, enospc
 from tests.support.patience import PATIENCE_S
 from tests.support.state_stores import (
@@ -59,7 +59,7 @@ def test_a_write_that_fails_leaves_the_last_good_copy(drive: Drive, tmp_path: Pa
         assert isinstance(in_memory, torch.UntypedStorage)
         assert bool((whole(in_memory) == 2).all())
         assert_holds(store, 0, 2)
-        store.release([held])
+        store.release_with(CopyPin(), [held])
 
 
 def test_the_other_directory_takes_over(drive: Drive, tmp_path: Path) -> None:
