@@ -12,8 +12,7 @@ from torch import nn
 
 from lightning_ssd import Offloader
 from lightning_ssd.memory.file_mapping import READ_BYTES
-from tests.parity.models import gpt2, hugging_face_loss, tokens
-from tests.parity.test_models_away import adapted
+from tests.parity.models import adapted, gpt2, hugging_face_loss, tokens
 from tests.support.everything_away import all_away, large, storage_bytes
 from tests.support.helpers import Batch
 from tests.support.process_memory import dirtied_bytes, frozen_changed_at, shown_bytes

@@ -9,15 +9,7 @@ from tests.parity import lightning_pairs
 from tests.support.trainers import one_thread
 
 
-@pytest.fixture
-def lightning_twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The states of small models do not fit into the memory that stays, and sums are made in one order."""
-    monkeypatch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 192 << 10)
-    with one_thread():
-        yield
-
-
-@pytest.fixture(params=lightning_pairs.AWAY)
+@pytest.fixture(params=["states", pytest.param("everything", marks=pytest.mark.exhaustive)])
 def what_is_away(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Trainings of ``lightning_pairs`` run with optimizer states in files, and with weights and gradients as well."""
     for name, module in list(sys.modules.items()):

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.graph_programs import Program, gradients, network
+from tests.parity.graph_programs import Program, gradients, network, of_network
 from tests.parity.models import floats
 from tests.support.helpers import Session
 
 
-def nested_contexts(session: Session) -> Any:
-    model = network(session)
+@of_network
+def nested_contexts(session: Session, model: nn.Module) -> None:
     with session.saved():
         hidden = model(floats(0, 60, 40))
         with session.saved():
@@ -23,10 +23,7 @@ def nested_contexts(session: Session) -> Any:
             with session.saved():
                 pass
         loss = (hidden.exp() * hidden).sum()
-    session.drain()
-    loss.backward()
-    session.end()
-    return gradients(model)
+    session.backward(loss)
 
 
 def own_hooks(where: str) -> Program:
@@ -51,16 +48,14 @@ def own_hooks(where: str) -> Program:
                 with session.saved():
                     hidden = hidden.cos() * hidden
                 loss = (hidden.exp() * hidden).sum()
-        session.drain()
-        loss.backward()
-        session.end()
+        session.backward(loss)
         return gradients(model), x.grad
 
     return program
 
 
-def one_context_used_twice(session: Session) -> Any:
-    model = network(session)
+@of_network
+def one_context_used_twice(session: Session, model: nn.Module) -> None:
     context = session.saved()
     losses = []
     for step in range(2):
@@ -70,12 +65,11 @@ def one_context_used_twice(session: Session) -> Any:
     for loss in losses:
         loss.backward()
         session.end()
-    return gradients(model)
 
 
-def context_inside_a_checkpoint(session: Session) -> Any:
+@of_network
+def context_inside_a_checkpoint(session: Session, model: nn.Module) -> Any:
     """Recomputation in backward enters our context anew."""
-    model = network(session)
 
     def inner(x: Tensor) -> Tensor:
         with session.saved():
@@ -83,10 +77,8 @@ def context_inside_a_checkpoint(session: Session) -> Any:
 
     x = floats(0, 60, 40).requires_grad_()
     loss = (checkpoint(inner, x, use_reentrant=False).cos() * x).sum()
-    session.drain()
-    loss.backward()
-    session.end()
-    return gradients(model), x.grad
+    session.backward(loss)
+    return x.grad
 
 
 def batched_function(session: Session) -> Any:
@@ -95,9 +87,7 @@ def batched_function(session: Session) -> Any:
     with session.saved():
         y = torch.vmap(lambda row: (row @ weight).sin() * row)(floats(1, 60, 40) * 2)
         loss = y.exp().sum()
-    session.drain()
-    loss.backward()
-    session.end()
+    session.backward(loss)
     return weight.grad
 
 

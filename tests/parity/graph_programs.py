@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -17,9 +17,9 @@ from tests.support.helpers import Session, meaning_of
 Program = Callable[[Session], Any]
 
 
-def network(session: Session, *, num_blocks: int = 3) -> nn.Module:
+def network(session: Session, *, num_blocks: int = 3, dropout: float = 0.1) -> nn.Module:
     torch.manual_seed(7)
-    model = Perceptrons(num_blocks=num_blocks)
+    model = Perceptrons(num_blocks=num_blocks, dropout=dropout)
     session.register(model)
     return model
 
@@ -28,40 +28,47 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
 
 
+def of_network(train: Callable[[Session, nn.Module], Any]) -> Program:
+    """A program that gives the gradients of a small network, and what ``train`` gives."""
+
+    @wraps(train)
+    def program(session: Session) -> Any:
+        model = network(session)
+        more = train(session, model)
+        return gradients(model), more
+
+    return program
+
+
 def forward(session: Session, model: nn.Module, step: int = 0) -> Tensor:
     with session.saved():
         return model(floats(step, 60, 40)).square().mean()
 
 
-def retained(session: Session) -> Any:
+@of_network
+def retained(session: Session, model: nn.Module) -> None:
     """Three backwards through one graph, with other work in between."""
-    model = network(session)
     loss = forward(session, model)
     for repeat in range(3):
-        session.drain()
-        loss.backward(retain_graph=repeat < 2)
-        session.end()
+        session.backward(loss, retain_graph=repeat < 2)
         forward(session, model, repeat)
-    return gradients(model)
 
 
-def double_backward(session: Session) -> Any:
+@of_network
+def double_backward(session: Session, model: nn.Module) -> Any:
     """The gradient's own graph is packed inside backward."""
-    model = network(session)
     x = floats(0, 60, 40).requires_grad_()
     with session.saved():
         y = torch.tanh(model(x)).sum()
         (slope,) = torch.autograd.grad(y, x, create_graph=True)
         penalty = (slope.norm(dim=-1) - 1).square().mean()
-    session.drain()
-    (y + penalty).backward()
-    session.end()
-    return gradients(model), x.grad
+    session.backward(y + penalty)
+    return x.grad
 
 
-def double_backward_outside(session: Session) -> Any:
+@of_network
+def double_backward_outside(session: Session, model: nn.Module) -> Any:
     """As above, with the first backward after forward's context."""
-    model = network(session)
     x = floats(0, 60, 40).requires_grad_()
     with session.saved():
         y = torch.tanh(model(x)).sum()
@@ -70,7 +77,7 @@ def double_backward_outside(session: Session) -> Any:
     session.end()
     slope.square().sum().backward()
     session.end()
-    return gradients(model), x.grad
+    return x.grad
 
 
 def third_derivative(session: Session) -> Any:
@@ -108,33 +115,17 @@ def partial_backward(session: Session) -> Any:
     return gradient
 
 
-def backward_twice_without_retaining(session: Session) -> Any:
+@of_network
+def backward_twice_without_retaining(session: Session, model: nn.Module) -> None:
     """Plain PyTorch's error about a freed graph."""
-    model = network(session)
     loss = forward(session, model)
-    session.drain()
+    session.backward(loss)
     loss.backward()
-    session.end()
-    loss.backward()
-    return gradients(model)
 
 
-def two_forwards(order: tuple[int, int]) -> Program:
-    def program(session: Session) -> Any:
-        model = network(session)
-        losses = [forward(session, model, step) for step in range(2)]
-        session.drain()
-        for number in order:
-            losses[number].backward()
-            session.end()
-        return gradients(model)
-
-    return program
-
-
-def many_graphs_alive(session: Session) -> Any:
+@of_network
+def many_graphs_alive(session: Session, model: nn.Module) -> None:
     """Eight graphs at once, backward in a scrambled order, half of them dropped."""
-    model = network(session)
     losses: list[Tensor | None] = [forward(session, model, step) for step in range(8)]
     session.drain()
     for number in (5, 0, 7, 2):
@@ -142,22 +133,31 @@ def many_graphs_alive(session: Session) -> Any:
         assert loss is not None
         loss.backward()
         session.end()
-    return gradients(model)
 
 
-def backward_inside_the_context(session: Session) -> Any:
-    model = network(session)
+@of_network
+def backward_inside_the_context(session: Session, model: nn.Module) -> None:
     with session.saved():
         loss = model(floats(0, 60, 40)).square().mean()
         session.drain()
         loss.backward()
     session.end()
-    return gradients(model)
 
 
-def step_borders_in_odd_places(session: Session) -> Any:
+def evaluation_between(session: Session) -> Any:
+    model, results = network(session), []
+    with session.saved():
+        loss = model(floats(0, 60, 40)).square().mean()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                results.append(model(floats(1, 6, 40)).clone())
+    session.backward(loss)
+    return results, gradients(model)
+
+
+@of_network
+def step_borders_in_odd_places(session: Session, model: nn.Module) -> None:
     """`end_backward` before, inside, twice, and not at all."""
-    model = network(session)
     session.end()
     for step in range(4):
         loss = forward(session, model, step)
@@ -167,7 +167,6 @@ def step_borders_in_odd_places(session: Session) -> Any:
         if step % 2:
             session.end()
             session.end()
-    return gradients(model)
 
 
 def _in_thread(work: Callable[[], Any]) -> Any:
@@ -188,22 +187,12 @@ def _in_thread(work: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def backward_in_another_thread(session: Session) -> Any:
-    model = network(session)
-    loss = forward(session, model)
-    session.drain()
-    _in_thread(loss.backward)
-    session.end()
-    return gradients(model)
-
-
-def all_in_another_thread(session: Session) -> Any:
-    model = network(session)
+@of_network
+def all_in_another_thread(session: Session, model: nn.Module) -> None:
     loss = _in_thread(lambda: forward(session, model))
     session.drain()
     _in_thread(loss.backward)
     _in_thread(session.end)
-    return gradients(model)
 
 
 def threads_at_once(session: Session) -> Any:
@@ -213,12 +202,10 @@ def threads_at_once(session: Session) -> Any:
         model = networks[number]
         for step in range(5):
             loss = forward(session, model, step + 10 * number)
-            session.drain()
-            loss.backward()
-            session.end()
+            session.backward(loss)
         return gradients(model)
 
-    networks = [network(session, num_blocks=1 + number) for number in range(4)]
+    networks = [network(session, num_blocks=1 + number, dropout=0.0) for number in range(4)]
     results: dict[int, Any] = {}
 
     def body(number: int) -> None:
@@ -239,25 +226,21 @@ class Boom(Exception):
     """Raised on purpose."""
 
 
-def exception_in_forward(session: Session) -> Any:
+@of_network
+def exception_in_forward(session: Session, model: nn.Module) -> None:
     def half_a_forward(model: nn.Module, step: int) -> None:
         with session.saved():
             model(floats(step, 60, 40)).sin()
             raise Boom
 
-    model = network(session)
     for step in range(3):
         with pytest.raises(Boom):
             half_a_forward(model, step)
-        loss = forward(session, model, step)
-        session.drain()
-        loss.backward()
-        session.end()
-    return gradients(model)
+        session.backward(forward(session, model, step))
 
 
-def exception_in_backward(session: Session) -> Any:
-    model = network(session)
+@of_network
+def exception_in_backward(session: Session, model: nn.Module) -> None:
 
     def explode(grad: Tensor) -> None:
         raise Boom
@@ -274,23 +257,7 @@ def exception_in_backward(session: Session) -> Any:
         if step % 2:
             session.end()
         model.zero_grad()
-        loss = forward(session, model, step)
-        session.drain()
-        loss.backward()
-        session.end()
-    return gradients(model)
-
-
-def wrong_shape_then_right(session: Session) -> Any:
-    """An error of PyTorch itself in the middle of forward."""
-    model = network(session)
-    with pytest.raises(RuntimeError), session.saved():
-        model(model(floats(0, 60, 40)) @ torch.ones(3, 3))
-    loss = forward(session, model)
-    session.drain()
-    loss.backward()
-    session.end()
-    return gradients(model)
+        session.backward(forward(session, model, step))
 
 
 def gradients_that_are_saved_tensors(session: Session) -> Any:
@@ -310,9 +277,7 @@ def gradients_that_are_saved_tensors(session: Session) -> Any:
     a, b = (floats(step, 60, 40).requires_grad_() for step in range(2))
     with session.saved():
         loss = Product.apply(a * 1, b * 1)
-    session.drain()
-    loss.backward(retain_graph=True)
-    session.end()
+    session.backward(loss, retain_graph=True)
     first = [a.grad.clone(), b.grad.clone()] if a.grad is not None and b.grad is not None else []
     for leaf in (a, b):
         if leaf.grad is not None:
@@ -363,9 +328,7 @@ def batch_that_is_the_gradient(session: Session, between: Callable[[Tensor], Ten
     leaf, batch = nn.Parameter(floats(0, 60, 40)), floats(1, 60, 40)
     with session.saved():
         loss = GivesSaved.apply(batch, between(leaf))
-    session.drain()
-    loss.backward()
-    session.end()
+    session.backward(loss)
     assert leaf.grad is not None
     leaf.grad.zero_()
     return batch
@@ -441,9 +404,7 @@ def batch_that_is_the_gradient_when_others_have_run(
     batch = floats(3, 60, 40)
     with session.saved():
         loss = forward(batch, leaves)
-    session.drain()
-    loss.backward()
-    session.end()
+    session.backward(loss)
     gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
     for number, gradient in enumerate(gradients):
         gradient.mul_(number + 2)
@@ -478,13 +439,12 @@ PROGRAMS: dict[str, Program] = {
         backward_twice_without_retaining,
         many_graphs_alive,
         backward_inside_the_context,
+        evaluation_between,
         step_borders_in_odd_places,
-        backward_in_another_thread,
         all_in_another_thread,
         threads_at_once,
         exception_in_forward,
         exception_in_backward,
-        wrong_shape_then_right,
         gradients_that_are_saved_tensors,
         batch_that_is_the_gradient,
         retained_gradient_that_is_edited,
@@ -502,6 +462,4 @@ PROGRAMS: dict[str, Program] = {
     ),
     "leaves_of_one_gradient": partial(leaves_of_one_gradient, at_once=True),
     "leaves_of_one_gradient_by_two_functions": partial(leaves_of_one_gradient, at_once=False),
-    "two_forwards_in_order": two_forwards((0, 1)),
-    "two_forwards_reversed": two_forwards((1, 0)),
 }

@@ -10,117 +10,147 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.parity.saved_programs import Program, leaf
 from tests.support.helpers import Session, meaning_of
-
-Program = Callable[[Session], Any]
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.rand(shape or (40, 50)).requires_grad_()
 
 
 def finish(session: Session, loss: Tensor, *leaves: Tensor) -> list[Tensor | None]:
-    session.drain()
-    loss.sum().backward()
-    session.end()
+    session.backward(loss.sum())
     return [leaf.grad for leaf in leaves]
 
 
-def saved_input(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        x = a * 2
-        y = x.sin()
-    x.detach().add_(1)
-    return finish(session, y, a)
+def edited(
+    forward: Callable[[Tensor], tuple[Tensor, Any]],
+    edit: Callable[[Any], object] = lambda seen: None,
+    *,
+    when_drained: bool = False,
+) -> Program:
+    """Of a forward, which gives what is to be edited before backward, unless it has edited by itself."""
+
+    def program(session: Session) -> Any:
+        a = leaf()
+        with session.saved():
+            loss, seen = forward(a)
+        if when_drained:
+            session.drain()
+        with torch.no_grad():
+            edit(seen)
+        del seen
+        return finish(session, loss, a)
+
+    return program
 
 
-def saved_input_view_lives(session: Session) -> Any:
-    """On disk, its Python object gone; only a view knows about the edit."""
-    a = leaf()
-    with session.saved():
-        x = a * 2
-        y = x.sin()
-    view = x.detach()[3:5]
-    del x
-    session.drain()
-    view.zero_()
-    del view
-    return finish(session, y, a)
+def add_one(x: Tensor) -> None:
+    x.add_(1)
 
 
-def saved_input_edited_under_grad(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        x = a * 2
-        y = x.sin()
-        x.mul_(3)
-    return finish(session, y + x, a)
+def saved_input(a: Tensor) -> tuple[Tensor, Tensor]:
+    x = a * 2
+    return x.sin(), x.detach()
 
 
-def saved_output(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        y = a.exp()
-    y.detach().add_(1)
-    return finish(session, y, a)
+def edited_under_grad(a: Tensor) -> tuple[Tensor, None]:
+    x = a * 2
+    y = x.sin()
+    x.mul_(3)
+    return y + x, None
 
 
-def saved_output_after_drain(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        y = a.exp()
-        z = y * 2
-    session.drain()
-    with torch.no_grad():
-        y += 1
-    del y
-    return finish(session, z, a)
+def view_edited_under_grad(a: Tensor) -> tuple[Tensor, None]:
+    x = a * 2
+    y = x.sin()
+    x[3].mul_(3)
+    return y + x, None
 
 
-def saved_output_edited_twice(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        y = torch.sigmoid(a)
-        z = y * 2
-    y.detach().add_(1).mul_(2)
-    return finish(session, z, a)
+def saved_by_a_node_of_the_same_kind(a: Tensor) -> tuple[Tensor, None]:
+    """The saved input was made by a node with the same name as the one that saved it; the edit gives it a new one."""
+    x = a.sin()
+    y = x.sin()
+    x.mul_(3)
+    return y + x, None
 
 
-def chunk_outputs(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        q, k, v = (a.repeat(1, 3) * 2).chunk(3, dim=-1)
-        y = q * k + v.sin()
-    with torch.no_grad():
-        v.add_(1)
-    return finish(session, y, a)
+def saved_output(a: Tensor) -> tuple[Tensor, Tensor]:
+    y = a.exp()
+    return y * 2, y
 
 
-def chunk_of_constants(session: Session) -> Any:
-    a = leaf()
+def chunk_outputs(a: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = (a.repeat(1, 3) * 2).chunk(3, dim=-1)
+    return q * k + v.sin(), v
+
+
+def chunk_of_constants(a: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = torch.rand(40, 150).chunk(3, dim=-1)
-    with session.saved():
-        y = a * q + a * k + a * v
-    k.add_(1)
-    return finish(session, y, a)
+    return a * q + a * k + a * v, k
 
 
-def base_of_views(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        base = a.repeat(1, 3) * 2
-        y = base[:, :50] * base[:, 50:100]
-    base.detach()[:, 149].zero_()  # bytes that no saved view covers, yet one version counter
-    return finish(session, y, a)
+def base_of_views(a: Tensor) -> tuple[Tensor, Tensor]:
+    base = a.repeat(1, 3) * 2
+    return base[:, :50] * base[:, 50:100], base.detach()
 
 
-def non_leaf_constant(session: Session) -> Any:
-    a, mask = leaf(), torch.rand(40, 50) > 0.5
-    with session.saved():
-        y = torch.where(mask, a, a * 2)
-    mask.logical_not_()
-    return finish(session, y, a)
+def constant_mask(a: Tensor) -> tuple[Tensor, Tensor]:
+    mask = torch.rand(40, 50) > 0.5
+    return torch.where(mask, a, a * 2), mask
+
+
+def constant(a: Tensor) -> tuple[Tensor, Tensor]:
+    base = torch.rand(40, 50)
+    return a * base, base
+
+
+def product_with_itself(a: Tensor) -> tuple[Tensor, Tensor]:
+    x = a * 2
+    return x @ x.t(), x.detach()
+
+
+def edited_by_a_hook(a: Tensor) -> tuple[Tensor, None]:
+    """During backward, and unpacked later."""
+    x = a * 2
+    y = x.sin()
+    alias = x.detach()
+    y.register_hook(lambda _: add_one(alias))
+    return y.cos(), None
+
+
+def dead_view(a: Tensor) -> tuple[Tensor, Tensor]:
+    x = a * 2
+    return x[3:].t().sin(), x.detach()
+
+
+def dead_chunk(a: Tensor) -> tuple[Tensor, Tensor]:
+    x = a * 2
+    return x.chunk(2)[1].sin(), x.detach()
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x * x
+        ctx.save_for_backward(x, y, x + 1)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, _, _ = ctx.saved_tensors
+        return grad * 2 * x
+
+
+def custom_function(a: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    x = a * 2
+    y = Square.apply(x)
+    return y, (x.detach(), y)
+
+
+def checkpointed(a: Tensor) -> tuple[Tensor, Tensor]:
+    x = a * 2
+    return checkpoint(lambda t: t.sin().cos(), x, use_reentrant=False), x.detach()  # type: ignore[return-value]
+
+
+# -- what is more than a forward and an edit ---------------------------------------------------------------------------
 
 
 def parameter_before_backward(session: Session) -> Any:
@@ -139,36 +169,9 @@ def buffer_before_backward(session: Session) -> Any:
     layer.eval()
     with session.saved():
         y = layer(x)
-    layer(x)
     assert layer.running_mean is not None
     layer.running_mean.add_(1)
     return finish(session, y, x)
-
-
-def leaf_input(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        y = a.sin()
-    with torch.no_grad():
-        a.add_(1)
-    return finish(session, y, a)
-
-
-def second_version_saved_too(session: Session) -> Any:
-    """Both versions are saved; the graph of the second is intact, that of the first is not."""
-    a = leaf()
-    base = torch.rand(40, 50)
-    with session.saved():
-        first = (a * base).sum()
-        base.add_(1)
-        second = (a * base).sum()
-    good = finish(session, second, a)
-    assert good[0] is not None
-    try:
-        finish(session, first, a)
-    except RuntimeError as error:
-        return good[0].clone(), meaning_of(str(error))
-    return good
 
 
 def edit_between_two_backwards(session: Session) -> Any:
@@ -176,85 +179,12 @@ def edit_between_two_backwards(session: Session) -> Any:
     with session.saved():
         x = a * 2
         y = x.sin().sum()
-    session.drain()
-    y.backward(retain_graph=True)
-    session.end()
+    session.backward(y, retain_graph=True)
     x.detach().add_(1)
     return finish(session, y, a)
 
 
-def edit_by_out_argument(session: Session) -> Any:
-    a = leaf()
-    base = torch.rand(40, 50)
-    with session.saved():
-        y = a * base
-    torch.add(base, 1, out=base)
-    return finish(session, y, a)
-
-
-def edit_by_copy_into_slice(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        x = a * 2
-        y = x @ x.t()
-    x.detach()[0].copy_(torch.ones(50))
-    return finish(session, y, a)
-
-
-def edit_inside_backward(session: Session) -> Any:
-    """A hook edits, during backward, a tensor that is unpacked later."""
-    a = leaf()
-    with session.saved():
-        x = a * 2
-        y = x.sin()
-        z = y.cos()
-    alias = x.detach()
-
-    def edit(_: Tensor) -> None:
-        alias.add_(1)
-
-    y.register_hook(edit)
-    return finish(session, z, a)
-
-
-def saved_by_a_node_of_the_same_kind(session: Session) -> Any:
-    """The saved input was made by a node with the same name as the one that saved it; the edit gives it a new one."""
-    a = leaf()
-    with session.saved():
-        x = a.sin()
-        y = x.sin()
-        x.mul_(3)
-    return finish(session, y + x, a)
-
-
-def view_edited_under_grad(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        x = a * 2
-        y = x.sin()
-        x[3].mul_(3)
-    return finish(session, y + x, a)
-
-
-def dead_view_of_edited_base(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        x = a * 2
-        y = x[3:].t().sin()
-    x.detach().add_(1)
-    return finish(session, y, a)
-
-
-def dead_chunk_of_edited_base(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        x = a * 2
-        y = x.chunk(2)[1].sin()
-    x.detach().add_(1)
-    return finish(session, y, a)
-
-
-def edit_of_the_original_before_double_backward(session: Session) -> Any:
+def edit_before_double_backward(session: Session) -> Any:
     """The first backward saves what it was given; that is still the same tensor for PyTorch."""
     a = leaf()
     with session.saved():
@@ -269,6 +199,8 @@ def edit_of_the_original_before_double_backward(session: Session) -> Any:
 
 
 class Spoils(torch.autograd.Function):
+    """Edits what it is given back."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -289,78 +221,64 @@ def backward_edits_what_it_was_given(session: Session) -> Any:
     return finish(session, y, a)
 
 
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x * x
-        ctx.save_for_backward(x, y, x + 1)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x, _, _ = ctx.saved_tensors
-        return grad * 2 * x
-
-
-def custom_function_input(session: Session) -> Any:
+def second_version_saved_too(session: Session) -> Any:
+    """Both versions are saved; the graph of the second is intact, that of the first is not."""
     a = leaf()
+    base = torch.rand(40, 50)
     with session.saved():
-        x = a * 2
-        y = Square.apply(x)
-    x.detach().add_(1)
-    return finish(session, y, a)
-
-
-def custom_function_output(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        y = Square.apply(a * 2)
-    y.detach().add_(1)
-    return finish(session, y, a)
-
-
-def checkpointed_input(session: Session) -> Any:
-    a = leaf()
-    with session.saved():
-        x = a * 2
-        y = checkpoint(lambda t: t.sin().cos(), x, use_reentrant=False)
-    x.detach().add_(1)
-    return finish(session, y, a)
+        first = (a * base).sum()
+        base.add_(1)
+        second = (a * base).sum()
+    good = finish(session, second, a)
+    assert good[0] is not None
+    try:
+        finish(session, first, a)
+    except RuntimeError as error:
+        return good[0].clone(), meaning_of(str(error))
+    return good
 
 
 def rest_of_training_goes_on(session: Session) -> Any:
     """After such an error the next step is exact."""
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        saved_input(session)
+        RAISING["saved input"](session)
     a = leaf()
     with session.saved():
         y = (a * 2).sin().exp()
     return finish(session, y, a)
 
 
-RAISING: list[Program] = [
-    saved_input,
-    saved_input_view_lives,
-    saved_input_edited_under_grad,
-    saved_output,
-    saved_output_after_drain,
-    saved_output_edited_twice,
-    chunk_of_constants,
-    base_of_views,
-    non_leaf_constant,
-    parameter_before_backward,
-    buffer_before_backward,
-    leaf_input,
-    edit_between_two_backwards,
-    edit_by_out_argument,
-    edit_by_copy_into_slice,
-    edit_inside_backward,
-    custom_function_input,
-    custom_function_output,
-    saved_by_a_node_of_the_same_kind,
-    view_edited_under_grad,
-    dead_view_of_edited_base,
-    edit_of_the_original_before_double_backward,
-    backward_edits_what_it_was_given,
-]
-SEVERAL = [chunk_outputs, dead_chunk_of_edited_base]  # these PyTorch refuses with another text
+RAISING: dict[str, Program] = {
+    "saved input": edited(saved_input, add_one),
+    "view of a saved input that is on disk": edited(saved_input, lambda x: x[3:5].zero_(), when_drained=True),
+    "saved input under grad": edited(edited_under_grad),
+    "saved output": edited(lambda a: (y := a.exp(), y.detach()), add_one),
+    "saved output that is on disk": edited(saved_output, add_one, when_drained=True),
+    "saved output, twice": edited(lambda a: ((y := a.sigmoid()) * 2, y.detach()), lambda y: y.add_(1).mul_(2)),
+    "chunk of constants": edited(chunk_of_constants, add_one),
+    # Bytes that no saved view covers, yet one version counter.
+    "base of views": edited(base_of_views, lambda base: base[:, 149].zero_()),
+    "constant": edited(constant_mask, Tensor.logical_not_),
+    "parameter": parameter_before_backward,
+    "buffer": buffer_before_backward,
+    "leaf": edited(lambda a: (a.sin(), a), add_one),
+    "between two backwards": edit_between_two_backwards,
+    "by an out argument": edited(constant, lambda base: torch.add(base, 1, out=base)),
+    "by a copy into a slice": edited(product_with_itself, lambda x: x[0].copy_(torch.ones(50))),
+    "inside of backward": edited(edited_by_a_hook),
+    "input of a custom function": edited(custom_function, lambda seen: seen[0].add_(1)),
+    "output of a custom function": edited(custom_function, lambda seen: seen[1].add_(1)),
+    "node of the same kind": edited(saved_by_a_node_of_the_same_kind),
+    "view under grad": edited(view_edited_under_grad),
+    "base of a dead view": edited(dead_view, add_one),
+    "before double backward": edit_before_double_backward,
+    "what backward was given": backward_edits_what_it_was_given,
+}
+SEVERAL = {"chunk outputs": edited(chunk_outputs, add_one), "dead chunk": edited(dead_chunk, add_one)}
+"""These PyTorch refuses with another text."""
+DECIDED = {
+    "second version saved, too": second_version_saved_too,
+    "checkpointed input": edited(checkpointed, add_one),
+    "the rest of training goes on": rest_of_training_goes_on,
+}
+"""Plain PyTorch decides what of these is legal."""

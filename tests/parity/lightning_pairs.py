@@ -26,7 +26,9 @@ MARKS = [
     *(pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended"),
-    pytest.mark.usefixtures("lightning_twins"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:You have set log_momentum=True, but some optimizers do not"),
+    pytest.mark.usefixtures("many_subgroups"),
 ]
 SHORT = {"limit_train_batches": 4, "limit_val_batches": 1}
 AWAY: dict[str, dict[str, Any]] = {
@@ -34,12 +36,6 @@ AWAY: dict[str, dict[str, Any]] = {
     "everything": {"parameters": "offload", "gradients": "offload"},
 }
 """What waits besides activations and optimizer states."""
-EVERYTHING_EXHAUSTIVELY = [
-    pytest.mark.usefixtures("what_is_away"),
-    pytest.mark.parametrize(
-        "what_is_away", ["states", pytest.param("everything", marks=pytest.mark.exhaustive)], indirect=True
-    ),
-]
 away: dict[str, Any] = {}
 """One of them: the fixture ``what_is_away`` says which."""
 Make = Callable[[], Net]
@@ -55,11 +51,13 @@ class Drains(L.Callback):
         trainer.strategy.offloader.flush()
 
 
-def all_on_ssd(directory: Path, *, states: bool = True, **policy: Any) -> SSDOffloadStrategy:
+def all_on_ssd(
+    directory: Path, *, states: bool = True, endurance: str | None = None, **policy: Any
+) -> SSDOffloadStrategy:
     policy = {"activations": "offload", "min_tensor_bytes": 4096} | (away if states else {}) | policy
     return SSDOffloadStrategy(
         policy=OffloadPolicy(optimizer_states="offload" if states else "keep", **policy),
-        hardware=HardwareProfile(paths=[directory / "spill"], allow_unsuitable_paths=True),
+        hardware=HardwareProfile(paths=[directory / "spill"], allow_unsuitable_paths=True, drive_endurance=endurance),
     )
 
 
@@ -87,7 +85,9 @@ def assert_moved(trainer: L.Trainer, *, states: bool = True) -> None:
     if trainer.strategy.policy.parameters == "offload":
         assert trainer.strategy.stats.weights_bytes > 0
     if states:
-        assert sum(optimizer.stats.written_bytes for optimizer in trainer.optimizers) > 0  # type: ignore[attr-defined]
+        totals = [optimizer.stats for optimizer in trainer.optimizers]  # type: ignore[attr-defined]
+        assert sum(total.written_bytes for total in totals) > 0
+        assert all(total.resident_peak_bytes < total.state_bytes for total in totals if total.read_bytes)
 
 
 def both(

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,26 +42,22 @@ def mean_square(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(batch["x"]).square().mean()
 
 
-def gpt2(*, hidden: int = 320, heads: int = 5, layers: int = 2, dropout: float = 0.0, **extra: Any) -> nn.Module:
-    """GPT-2, its head tied to its embedding."""
+# -- of Hugging Face ---------------------------------------------------------------------------------------------------
+
+
+def transformer(kind: str, **config: Any) -> nn.Module:
+    """One of ``transformers``, by the name of its class."""
     import transformers
 
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_layer=layers,
-            n_embd=hidden,
-            n_head=heads,
-            n_positions=64,
-            vocab_size=VOCABULARY,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            use_cache=False,
-            bos_token_id=0,
-            eos_token_id=0,
-            **extra,
-        )
-    )
+    made = getattr(transformers, kind)
+    return made(made.config_class(**({"vocab_size": VOCABULARY} | config)))  # type: ignore[no-any-return]
+
+
+def gpt2(*, hidden: int = 320, heads: int = 5, layers: int = 2, dropout: float = 0.0, **extra: Any) -> nn.Module:
+    """GPT-2, its head tied to its embedding."""
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    config = {"n_embd": hidden, "n_head": heads, "n_layer": layers, "n_positions": 64, "use_cache": False}
+    return transformer("GPT2LMHeadModel", bos_token_id=0, eos_token_id=0, **dropouts, **config, **extra)
 
 
 def causal_batch(step: int) -> Batch:
@@ -66,85 +66,58 @@ def causal_batch(step: int) -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
+def masked_batch(step: int) -> Batch:
+    """With a padding mask that grows."""
+    ids = tokens(step, 3, 29)
+    mask = torch.ones_like(ids)
+    mask[:, 20 + step :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def translated_batch(step: int) -> Batch:
+    """Of one length to another."""
+    return {"input_ids": tokens(step, 2, 31), "labels": tokens(step + 50, 2, 13)}
+
+
 def gpt2_training(**settings: Any) -> Training:
     """GPT-2; ``settings`` go to :func:`gpt2` (model) or to :class:`Training` (the rest)."""
     training = {name: settings.pop(name) for name in list(settings) if name in Training.__dataclass_fields__}
     return Training(lambda: gpt2(**settings), causal_batch, hugging_face_loss, **training)
 
 
-def bert_training() -> Training:
-    """BERT with its dropout on and a padding mask."""
-
-    def batch(step: int) -> Batch:
-        ids = tokens(step, 3, 29)
-        mask = torch.ones_like(ids)
-        mask[:, 20 + step :] = 0
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids}
-
-    def model() -> nn.Module:
-        import transformers
-
-        return transformers.BertForMaskedLM(
-            transformers.BertConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=320,
-                num_hidden_layers=2,
-                num_attention_heads=5,
-                intermediate_size=520,
-                max_position_embeddings=64,
-            )
-        )
-
-    return Training(model, batch, hugging_face_loss)
+def _hugging_face(kind: str, make_batch: Callable[[int], Batch], **config: Any) -> Callable[[], Training]:
+    return lambda: Training(partial(transformer, kind, **config), make_batch, hugging_face_loss)
 
 
-def t5_training() -> Training:
-    """T5: encoder, decoder, cross attention, relative positions, dropout."""
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 5, "hidden_size": 320, "intermediate_size": 520}
+bert_training = _hugging_face("BertForMaskedLM", masked_batch, max_position_embeddings=64, **LAYERS)
+"""BERT with its dropout on and a padding mask."""
+llama_training = _hugging_face(
+    "LlamaForCausalLM",
+    causal_batch,
+    **(LAYERS | {"num_attention_heads": 8, "intermediate_size": 472}),
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    use_cache=False,
+)
+"""Llama with grouped queries: 8 heads share 2 keys and values."""
+t5_training = _hugging_face(
+    "T5ForConditionalGeneration",
+    translated_batch,
+    d_model=320,
+    d_kv=40,
+    d_ff=520,
+    num_layers=2,
+    num_heads=8,
+    decoder_start_token_id=0,
+    pad_token_id=0,
+    eos_token_id=1,
+    use_cache=False,
+)
+"""T5: encoder, decoder, cross attention, relative positions, dropout."""
 
-    def batch(step: int) -> Batch:
-        return {"input_ids": tokens(step, 2, 31), "labels": tokens(step + 50, 2, 13)}
 
-    def model() -> nn.Module:
-        import transformers
-
-        return transformers.T5ForConditionalGeneration(
-            transformers.T5Config(
-                vocab_size=VOCABULARY,
-                d_model=320,
-                d_kv=40,
-                d_ff=520,
-                num_layers=2,
-                num_heads=8,
-                decoder_start_token_id=0,
-                pad_token_id=0,
-                eos_token_id=1,
-                use_cache=False,
-            )
-        )
-
-    return Training(model, batch, hugging_face_loss)
-
-
-def llama_training() -> Training:
-    """Llama with grouped queries: 8 heads share 2 keys and values."""
-
-    def model() -> nn.Module:
-        import transformers
-
-        return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=320,
-                intermediate_size=472,
-                num_hidden_layers=2,
-                num_attention_heads=8,
-                num_key_value_heads=2,
-                max_position_embeddings=64,
-                use_cache=False,
-            )
-        )
-
-    return Training(model, causal_batch, hugging_face_loss)
+# -- of PyTorch alone --------------------------------------------------------------------------------------------------
 
 
 class Residual(nn.Module):
@@ -231,27 +204,151 @@ class Perceptrons(nn.Module):
         return x
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer with a trained low-rank correction, as in LoRA."""
+def inputs(step: int) -> Batch:
+    """For :class:`Perceptrons`."""
+    return {"x": floats(step, 6, 17, 40)}
 
-    def __init__(self, frozen: nn.Linear, rank: int = 3) -> None:
+
+def perceptrons(**settings: Any) -> Training:
+    """A training of :class:`Perceptrons`."""
+    return Training(lambda: Perceptrons(**settings), inputs, mean_square)
+
+
+def checkpointed(mode: str) -> Training:
+    """Blocks that the model checkpoints by itself."""
+    # Re-entrant checkpointing trains nothing unless an input of the block requires gradients.
+    return replace(
+        perceptrons(mode=mode, dropout=0.2), make_batch=lambda step: {"x": inputs(step)["x"].requires_grad_()}
+    )
+
+
+class Tied(nn.Module):
+    """Uses one weight in three ways."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.frozen = frozen.requires_grad_(False)
-        self.down = nn.Linear(frozen.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+        self.embedding = nn.Embedding(VOCABULARY, 40)
+        self.body = Perceptrons(num_blocks=2, dropout=dropout)
+        self.head = nn.Linear(40, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.frozen(x) + self.up(self.down(x)) * 0.5
+        hidden = self.body(self.embedding(x))
+        # The same weight once more, through views that are not the parameter object.
+        return self.head(hidden) + hidden @ self.embedding.weight.t()[:, :VOCABULARY]
 
 
-def adapted_perceptrons() -> nn.Module:
-    """Every linear layer frozen and adapted."""
-    model = Perceptrons()
-    for block in model.blocks:
-        assert isinstance(block, nn.Sequential)
-        for index, layer in enumerate(block):
-            if isinstance(layer, nn.Linear):
-                block[index] = Adapted(layer)
-            else:
-                layer.requires_grad_(False)
+class Jumping(Perceptrons):
+    """Other blocks in another order in each step: what earlier steps taught the prefetcher is wrong."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = itertools.islice(itertools.cycle(range(4)), x.shape[1] % 4, x.shape[1] % 4 + x.shape[0] % 4 + 1)
+        for number in order:
+            x = x + self.blocks[number](x)
+        return x
+
+
+class InPlace(nn.Module):
+    """In-place activations and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(40, 120)
+        self.last = nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value, rest = self.first(x).relu_().chunk(3, dim=-1)
+        mixed = gate.sigmoid() * value + rest.transpose(0, 1).contiguous().transpose(0, 1)
+        mixed[..., :5] *= 2
+        return self.last(mixed.masked_fill(mixed > 1, 0.5))
+
+
+# -- parts that are frozen ---------------------------------------------------------------------------------------------
+
+
+class Corrected(nn.Module):
+    """A frozen layer with a trained correction of low rank, as in LoRA, whatever its input's last dimension means."""
+
+    def __init__(self, frozen: nn.Module, sizes: tuple[int, int], rank: int = 8) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.down = nn.Linear(sizes[0], rank, bias=False)
+        self.up = nn.Linear(rank, sizes[1], bias=False)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """That of the layer, whose type T5 looks at."""
+        return self.frozen.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.frozen(x)
+        if x.dim() == 4:  # channels are the second dimension of images
+            correction = self.up(self.down(x.movedim(1, -1))).movedim(-1, 1)
+            return y + nn.functional.adaptive_avg_pool2d(correction, y.shape[-2:])
+        return y + self.up(self.down(x)) * 0.5
+
+
+def _sizes_of(layer: nn.Module) -> tuple[int, int] | None:
+    """What a layer takes and gives, if it can be corrected."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    if isinstance(layer, nn.Conv2d):
+        return layer.in_channels, layer.out_channels
+    if type(layer).__name__ == "Conv1D":  # of transformers: a linear layer, transposed
+        return layer.weight.shape[0], layer.weight.shape[1]
+    return None
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """Everything frozen; linear layers and convolutions get corrections."""
+    model.requires_grad_(False)
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            sizes = _sizes_of(layer)
+            if sizes is not None and not isinstance(parent, Corrected):
+                setattr(parent, name, Corrected(layer, sizes))
     return model
+
+
+def headed(model: nn.Module) -> nn.Module:
+    """All but the last module with parameters is frozen. A head that is tied to an embedding trains that, too."""
+    model.requires_grad_(False)
+    last = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))][-1]
+    last.requires_grad_(True)
+    return model
+
+
+def half_frozen(model: nn.Module) -> nn.Module:
+    """The first two blocks are."""
+    model.get_submodule("blocks")[:2].requires_grad_(False)  # type: ignore[index]
+    return model
+
+
+sgd = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+FAMILIES: dict[str, Callable[[], Training]] = {
+    "gpt2": gpt2_training,
+    "gpt2-eager-attention-dropout": lambda: gpt2_training(hidden=40, dropout=0.1, attn_implementation="eager"),
+    "gpt2-960": lambda: gpt2_training(hidden=960, heads=15, layers=1, steps=2),
+    "bert": bert_training,
+    "t5": lambda: replace(t5_training(), make_optimizer=partial(torch.optim.Adafactor, lr=1e-2)),
+    "llama-grouped-queries": llama_training,
+    "convolutions-channels-last": lambda: replace(convolution_training(), make_optimizer=sgd),
+    "lstm": lstm_training,
+}
+"""The model families that people train."""
+TRAININGS: dict[str, Callable[[], Training]] = FAMILIES | {
+    "autocast": lambda: gpt2_training(hidden=40, dropout=0.1, autocast=torch.bfloat16),
+    "accumulation": lambda: gpt2_training(hidden=40, dropout=0.1, num_micro_batches=3),
+    "dropout": lambda: perceptrons(dropout=0.3),
+    "frozen-blocks": lambda: replace(perceptrons(dropout=0.1), prepare=half_frozen, make_optimizer=sgd),
+    "frozen-bert": lambda: replace(bert_training(), prepare=headed),
+    "adapters-gpt2": lambda: gpt2_training(hidden=40, dropout=0.1, prepare=adapted),
+    "adapters-llama": lambda: replace(llama_training(), prepare=adapted),
+    "tied": lambda: Training(Tied, lambda step: {"x": tokens(step, 4, 21)}, mean_square),
+    "jumping": lambda: Training(
+        Jumping, lambda step: {"x": floats(step, 1 + step % 5, 9 + 7 * (step % 3), 40)}, mean_square, steps=12
+    ),
+    "in-place": lambda: Training(InPlace, inputs, mean_square),
+    **{f"checkpointed-{mode}": partial(checkpointed, mode) for mode in ("reentrant", "non-reentrant", "alternate")},
+}
+"""And the ways in which they do."""

@@ -5,21 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from torch import nn
 
+import lightning_ssd.scheduling.plan_maker
+from lightning_ssd.planning.planner import make_plan
+from lightning_ssd.planning.recompute_trace import recomputable
 from lightning_ssd.recompute.block_discovery import find_blocks
 from lightning_ssd.recompute.blocks import Blocks
-from tests.parity.models import Perceptrons, floats, mean_square
-from tests.support.helpers import (
-    Batch,
-    Raised,
-    Session,
-    Training,
-    assert_identical,
-    outcome,
-)
+from tests.support.helpers import Raised, Session, assert_identical, outcome
 
 Chooses = Callable[[int], bool]
 EVERY: Chooses = lambda index: True  # noqa: E731
@@ -116,9 +113,12 @@ def assert_recompute_parity(
     return expected
 
 
-def inputs(step: int) -> Batch:
-    return {"x": floats(step, 6, 17, 40)}
+def recompute_what_may_be(patch: pytest.MonkeyPatch) -> None:
+    """Replace the planner by one that recomputes whatever it may."""
 
+    def plan(trace: Any, machine: Any, goal: Any) -> Any:
+        made = make_plan(trace, machine, replace(goal, recompute=False))
+        return replace(made, recompute=frozenset(recomputable(trace))) if goal.recompute else made
 
-def perceptrons(**settings: Any) -> Training:
-    return Training(lambda: Perceptrons(**settings), inputs, mean_square)
+    for name in ("make_plan", "make_plan_apart"):
+        patch.setattr(lightning_ssd.scheduling.plan_maker, name, plan)

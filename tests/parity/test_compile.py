@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from tests.parity.models import Perceptrons, floats, gpt2_training, mean_square
+from tests.parity.models import Perceptrons, floats, mean_square
 from tests.support.helpers import DRAINED, EAGER, Training, assert_parity
 
 BACKEND = "aot_eager"
@@ -53,15 +52,6 @@ def test_checkpointed_blocks_inside_a_compiled_model(tmp_path: Path) -> None:
     assert_parity(training, tmp_path, setups=[DRAINED])
 
 
-def test_gpt2_blocks(tmp_path: Path) -> None:
-    def compile_blocks(model: nn.Module) -> nn.Module:
-        for block in model.get_submodule("transformer.h").children():
-            block.compile(backend=BACKEND)
-        return model
-
-    assert_parity(replace(gpt2_training(steps=2), prepare=compile_blocks), tmp_path, setups=[DRAINED])
-
-
 def test_compiled_after_the_context_was_used(tmp_path: Path) -> None:
     """The context entered by eager code first, then by compiled code whose graph breaks."""
 
@@ -85,8 +75,10 @@ def wrapped_blocks(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("is_early", [False, True])
-@pytest.mark.parametrize(("prepare", "is_told"), [(by_block, False), (wrapped_blocks, False), (whole, True)])
+@pytest.mark.parametrize(
+    ("prepare", "is_told", "is_early"),
+    [(by_block, False, False), (wrapped_blocks, False, True), (whole, True, False), (whole, True, True)],
+)
 def test_code_that_weights_divide_is_told_of_once(
     prepare: Callable[[nn.Module], nn.Module], is_told: bool, is_early: bool, tmp_path: Path
 ) -> None:

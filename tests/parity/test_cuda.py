@@ -30,6 +30,7 @@ from tests.parity.lightning_pairs import MARKS, both, everything
 from tests.support.cuda_memory import allocated_bytes
 from tests.support.helpers import Session, assert_identical, assert_released, moved
 from tests.support.leftovers import assert_nothing_left
+from tests.support.pairs import pairwise
 from tests.support.trainers import Net, fit
 
 VOCABULARY, NUM_BLOCKS = 97, 4
@@ -165,9 +166,7 @@ class Task:
             session.drained = number % 2 == 0  # on the other steps transfers run into backward
             with session.saved(), torch.autocast(place.device.type, torch.bfloat16, enabled=self.autocast):
                 loss = network(place.tokens(number)) / self.micro_batches
-            session.drain()
-            loss.backward()
-            session.end()
+            session.backward(loss)
             seen["losses"].append(host_copy(loss))
             if (number + 1) % self.micro_batches == 0:
                 seen["gradients"].append([host_copy(p.grad) for p in network.parameters() if p.grad is not None])
@@ -286,21 +285,18 @@ def assert_activation_parity(
         assert ours.report is not None, "no plan came into force"
 
 
-@pytest.mark.parametrize("verify", ["off", "full"])
-@pytest.mark.parametrize("host_memory", ["none", "some"])
-@pytest.mark.parametrize("activations", ["offload", "auto", "recompute_offload"])
+MODES = ("offload", "auto", "recompute_offload")
+
+
+@pairwise("activations, host_memory, verify", MODES, ["none", "some"], ["off", "full"])
 def test_activations(activations: str, host_memory: str, verify: str, place: Place, spill_dir: Path) -> None:
     memory = place.some_host_memory if host_memory == "some" else 0
     assert_activation_parity(activations, Task(), place, spill_dir, host_memory=memory, verify=verify)
 
 
-@pytest.mark.parametrize("activations", ["offload", "auto", "recompute_offload"])
-@pytest.mark.parametrize(
-    "task",
-    [Task(autocast=True), Task(steps=3, micro_batches=2), Task(steps=2, micro_batches=3, autocast=True)],
-    ids=["autocast", "accumulation", "both"],
-)
-def test_autocast_and_accumulation(task: Task, activations: str, place: Place, spill_dir: Path) -> None:
+@pytest.mark.parametrize("activations", MODES)
+def test_autocast_and_accumulation(activations: str, place: Place, spill_dir: Path) -> None:
+    task = Task(steps=2, micro_batches=3, autocast=True)
     assert_activation_parity(activations, task, place, spill_dir, host_memory=place.some_host_memory)
 
 
@@ -308,9 +304,7 @@ def test_autocast_and_accumulation(task: Task, activations: str, place: Place, s
 
 
 @pytest.mark.usefixtures("small_subgroups")
-@pytest.mark.parametrize("host_memory", ["none", "some"])
-@pytest.mark.parametrize("master_weights", [False, True], ids=["float32", "master_weights"])
-@pytest.mark.parametrize("adamw", list(ADAMW))
+@pairwise("adamw, master_weights, host_memory", ADAMW, [False, True], ["none", "some"])
 def test_optimizer_states(adamw: str, master_weights: bool, host_memory: str, place: Place, spill_dir: Path) -> None:
     """Together with activations, which go the same way at the same time."""
     task = Task(adamw=adamw, master_weights=master_weights)
@@ -329,7 +323,7 @@ def test_optimizer_states(adamw: str, master_weights: bool, host_memory: str, pl
 
 
 @pytest.fixture
-def lightning_settings(place: Place, lightning_twins: None) -> Callable[[Path], dict[str, Any]]:
+def lightning_settings(place: Place, many_subgroups: None) -> Callable[[Path], dict[str, Any]]:
     accelerator = "gpu" if place.is_cuda else "cpu"
     return lambda directory: {"accelerator": accelerator, "devices": 1}
 
@@ -360,3 +354,56 @@ class TestLightning:
             _, (trainer, _) = both(Net, spill_dir, lambda d: lightning_settings(d) | {"precision": precision})
         assert trainer.strategy.root_device.type == place.device.type
         assert_nothing_left(spill_dir)
+
+
+# -- memory of the card: not by our own count, but by PyTorch's allocator ----------------------------------------------
+
+DEVICE = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def opened(spill_dir: Path) -> Callable[..., Offloader]:
+    def make(host_memory: int, **policy: str) -> Offloader:
+        hardware = HardwareProfile(paths=[spill_dir], host_memory=host_memory)
+        return Offloader(policy=OffloadPolicy(**policy), hardware=hardware, device=DEVICE)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("host_memory", [0, 1 << 30], ids=["drive", "host"])
+def test_what_states_leave_behind(host_memory: int, opened: Callable[..., Offloader]) -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32))).to(DEVICE)
+    before = allocated_bytes(DEVICE)
+    with opened(host_memory, optimizer_states="offload", activations="keep") as offloader:
+        optimizer = offloader.offload_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        for _ in range(2):
+            model(torch.randn(8, 1024, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.flush()
+            assert optimizer.stats.state_bytes == 256 * MIB
+            assert allocated_bytes(DEVICE) - before <= 4 * optimizer.stats.subgroup_bytes + MIB
+
+
+@pytest.mark.gpu
+def test_what_activations_leave_behind(opened: Callable[..., Offloader]) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8))).to(DEVICE)
+    x = torch.randn(4096, 1024, device=DEVICE)
+    with opened(0, activations="offload") as offloader:
+        offloader.register_module(model)
+        for _ in range(2):
+            before = allocated_bytes(DEVICE)
+            with offloader.saved_tensors():
+                loss = model(x).square().mean()
+            kept = allocated_bytes(DEVICE) - before
+            offloader.flush()
+            saved = offloader.stats.saved_peak_bytes
+            assert saved >= 16 * 16 * MIB
+            left = allocated_bytes(DEVICE) - before
+            assert left <= 3 * 16 * MIB, (left, kept, saved)
+            loss.backward()
+            offloader.end_backward()
+            del loss
+            model.zero_grad()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import lightning_ssd
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.storage.backend import Backend, WrappedBackend
 from lightning_ssd.storage.spill_file import Arena
+from tests.support.helpers import open_offloader
 from tests.support.patience import PATIENCE_S
 
 N = 1 << 18
@@ -40,15 +42,17 @@ def grow(x: torch.Tensor) -> None:
     x.untyped_storage().resize_(2 * NBYTES)
 
 
+@contextmanager
+def holding(directory: Path) -> Iterator[tuple[lightning_ssd.Offloader, threading.Event, threading.Event]]:
+    """An offloader; an event when a write has begun, and one to let writes go."""
+    begun, go = threading.Event(), threading.Event()
+    with open_offloader(directory, _wrap_backend=lambda inner: HeldBackend(inner, begun, go)) as offloader:
+        yield offloader, begun, go
+
+
 @pytest.mark.parametrize("change", [share, grow])
 def test_other_memory_during_the_write(change: Callable[[torch.Tensor], None], tmp_path: Path) -> None:
-    begun, go = threading.Event(), threading.Event()
-    offloader = lightning_ssd.Offloader(
-        policy=lightning_ssd.OffloadPolicy(activations="offload", min_tensor_bytes=0),
-        hardware=lightning_ssd.HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True),
-        _wrap_backend=lambda inner: HeldBackend(inner, begun, go),
-    )
-    with offloader:
+    with holding(tmp_path) as (offloader, begun, go):
         w = torch.full((N,), 3.0, requires_grad=True)
         x = torch.ones(N)
         with offloader.saved_tensors():
@@ -69,13 +73,7 @@ def test_other_memory_during_the_write(change: Callable[[torch.Tensor], None], t
 
 def test_other_memory_before_the_write(tmp_path: Path) -> None:
     """Emptied while its write is queued, and filled again: the write has nothing to take, and the tensor stays."""
-    begun, go = threading.Event(), threading.Event()
-    offloader = lightning_ssd.Offloader(
-        policy=lightning_ssd.OffloadPolicy(activations="offload", min_tensor_bytes=0),
-        hardware=lightning_ssd.HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True),
-        _wrap_backend=lambda inner: HeldBackend(inner, begun, go),
-    )
-    with offloader:
+    with holding(tmp_path) as (offloader, begun, go):
         w = torch.full((N,), 3.0, requires_grad=True)
         others = [torch.ones(N) for _ in range(4)]
         x = torch.ones(N)

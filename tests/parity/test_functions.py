@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ssd.errors import HooksRefusedError
+from tests.parity.saved_programs import graph, leaf
 from tests.support.helpers import SETUPS, Session, assert_identical, assert_same, open_offloader
-
-Program = Callable[[Session], Any]
 
 
 class SaveAll(torch.autograd.Function):
@@ -119,26 +118,6 @@ class Plain(torch.autograd.Function):
         return grad * (x + ctx.x)
 
 
-def leaf(*shape: int) -> Tensor:
-    return torch.rand(shape or (40, 50)).requires_grad_()
-
-
-def run(build: Callable[[Tensor], Tensor], *, backwards: int = 1) -> Program:
-    """Builds a loss from a leaf and returns the leaf's gradient."""
-
-    def program(session: Session) -> Any:
-        a = leaf()
-        with session.saved():
-            loss = build(a).sum()
-        session.drain()
-        for number in range(backwards):
-            loss.backward(retain_graph=number < backwards - 1)
-        session.end()
-        return a.grad
-
-    return program
-
-
 def save_all(a: Tensor) -> Tensor:
     y, inner = SaveAll.apply(a * 2, a.t().contiguous().t() + 1)
     return y * inner
@@ -151,16 +130,15 @@ def chained(a: Tensor) -> Tensor:
 
 
 PROGRAMS = {
-    "everything saved": run(save_all),
-    "everything saved, three backwards": run(save_all, backwards=3),
-    "marked dirty": run(lambda a: Doubled.apply(a.sin()) * a),
-    "once differentiable": run(lambda a: Once.apply(a * 2)),
-    "non-differentiable output": run(lambda a: Rounded.apply(a - 0.5)[0]),
-    "graph inside backward": run(lambda a: WithForward.apply(a * 2)),
-    "attribute beside saved": run(lambda a: Plain.apply(a * 2)),
-    "chained": run(chained),
-    "same input twice": run(lambda a: SaveAll.apply(a, a)[0]),
-    "output saved by the next node too": run(lambda a: Once.apply(Once.apply(a)).exp()),
+    "everything saved": graph(save_all),
+    "everything saved, three backwards": graph(save_all, backwards=3),
+    "marked dirty": graph(lambda a: Doubled.apply(a.sin()) * a),
+    "non-differentiable output": graph(lambda a: Rounded.apply(a - 0.5)[0]),
+    "graph inside backward": graph(lambda a: WithForward.apply(a * 2)),
+    "attribute beside saved": graph(lambda a: Plain.apply(a * 2)),
+    "chained": graph(chained),
+    "same input twice": graph(lambda a: SaveAll.apply(a, a)[0]),
+    "output saved by the next node too": graph(lambda a: Once.apply(Once.apply(a)).exp()),
 }
 
 
@@ -169,30 +147,20 @@ def test_exact(name: str, tmp_path: Path) -> None:
     assert_same(PROGRAMS[name], tmp_path, setups=SETUPS)
 
 
-def test_second_derivative_of_once_differentiable(tmp_path: Path) -> None:
-    def program(session: Session) -> Any:
-        a = leaf()
-        with session.saved():
-            (slope,) = torch.autograd.grad(Once.apply(a * 2).sum(), a, create_graph=True)
-        session.drain()
-        slope.sum().backward()
-        return a.grad
-
-    assert_same(program, tmp_path, raises=True, moves=False)
+def second_derivative(a: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(Once.apply(a * 2).sum(), a, create_graph=True)
+    return slope
 
 
-def test_saved_tensors_after_they_were_freed(tmp_path: Path) -> None:
-    """PyTorch's own error, not one of ours."""
+def freed(a: Tensor) -> Tensor:
+    loss = Once.apply(a * 2).sum()
+    loss.backward()
+    return loss  # type: ignore[no-any-return]
 
-    def program(session: Session) -> Any:
-        a = leaf()
-        with session.saved():
-            y = Once.apply(a * 2).sum()
-        session.drain()
-        y.backward()
-        y.backward()
 
-    assert_same(program, tmp_path, raises=True, moves=False)
+@pytest.mark.parametrize("build", [second_derivative, freed])
+def test_errors_are_pytorchs_own(build: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    assert_same(graph(build), tmp_path, raises=True, moves=False)
 
 
 def test_what_a_node_shows_of_its_saved_tensors(tmp_path: Path) -> None:
@@ -259,9 +227,7 @@ def test_what_is_noted_on_a_constant(is_held: bool, tmp_path: Path) -> None:
             loss = Scaled.apply(x, constant).sin().sum()
         held = constant if is_held else None
         del constant
-        session.drain()
-        loss.backward()
-        session.end()
+        session.backward(loss)
         del held
         assert x.grad is not None
         return x.grad
@@ -343,42 +309,26 @@ def test_transforms_that_take_hooks_have_their_bits(transform: Callable[[torch.T
         offloader.end_backward()
 
 
+def dual_numbers(a: Tensor) -> Tensor:
+    y = torch.autograd.forward_ad.make_dual(a, torch.ones(40, 50))
+    primal, tangent = torch.autograd.forward_ad.unpack_dual((y.sin() * y).exp())
+    return primal + tangent.square()  # type: ignore[union-attr]
+
+
+def tangents_of_zeros(a: Tensor) -> Tensor:
+    """Where a factor has no tangent, autograd saves a tensor of zeros that has a size and no memory."""
+    y = torch.autograd.forward_ad.make_dual(torch.ones(40, 50), torch.full((40, 50), 0.5))
+    primal, tangent = torch.autograd.forward_ad.unpack_dual(torch.sin(y * a) * a)
+    return tangent.square() + primal  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("build", [dual_numbers, tangents_of_zeros])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it
-def test_forward_mode(tmp_path: Path) -> None:
+def test_forward_mode(build: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     """Dual numbers inside the context."""
 
-    def program(session: Session) -> Any:
-        a = leaf()
-        with session.saved(), torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(a, torch.ones(40, 50))
-            y = (dual.sin() * dual).exp()
-            tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
-            assert tangent is not None
-            loss = torch.autograd.forward_ad.unpack_dual(y).primal.sum()
-            slope = tangent.detach().clone()
-        session.drain()
-        loss.backward()
-        session.end()
-        return slope, a.grad
+    def within(a: Tensor) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            return build(a)
 
-    assert_same(program, tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it
-def test_tangents_that_are_zero_and_have_no_memory(tmp_path: Path) -> None:
-    """Where a factor has no tangent, autograd saves a tensor of zeros that has a size and no memory."""
-
-    def program(session: Session) -> Any:
-        a = leaf()
-        with session.saved(), torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(torch.ones(40, 50), torch.full((40, 50), 0.5))
-            dual = torch.sin(dual * a) * a
-            primal, tangent = torch.autograd.forward_ad.unpack_dual(dual)
-            assert tangent is not None
-            loss = tangent.square().mean() + primal.mean()
-        session.drain()
-        loss.backward()
-        session.end()
-        return loss.detach(), a.grad
-
-    assert_same(program, tmp_path)
+    assert_same(graph(within), tmp_path)

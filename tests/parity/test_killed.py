@@ -1,64 +1,77 @@
-"""A process that is killed in the middle of a step leaves nothing on the drive: its files have no names."""
+"""A process that is killed in the middle of a step leaves nothing on the drive, whose files have no names."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
-import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-CHILD = """
-import os, sys, torch
-from pathlib import Path
-from tests.support.helpers import open_offloader
-from tests.parity.models import gpt2, causal_batch, hugging_face_loss
-torch.manual_seed(0)
-model = gpt2(layers=2)
-with open_offloader(Path({directory!r})) as offloader:
-    offloader.register_module(model)
-    for step in range(1000):
-        with offloader.saved_tensors():
-            loss = hugging_face_loss(model, causal_batch(step))
-            big = [torch.rand(1 << 20, requires_grad=True).sin().exp() for _ in range(8)]
-        if step == 1:
-            offloader.flush()
-            print("mid step", offloader.stats.bytes_written, os.getpid(), flush=True)
-            sys.stdin.read()
-        (loss + sum(t.sum() for t in big)).backward()
-        offloader.end_backward()
-"""
+import pytest
+
+from tests.parity.models import causal_batch, gpt2, hugging_face_loss
+from tests.support.everything_away import all_away, away_from_device, train
+from tests.support.helpers import assert_identical
+
+POINTS = {
+    "activations": ("forward",),
+    "everything": ("taking over", "forward", "backward", "update"),
+    "device": ("backward", "between", "update"),
+}
 
 
 def entries(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if not path.is_dir()]
 
 
-def kill_in_mid_step(directory: Path, forks: list[str]) -> tuple[int, int]:
-    """Kill a training process that has bytes on disk; returns these and what its open files took."""
-    code = textwrap.dedent(CHILD).format(directory=str(directory))
-    with subprocess.Popen([*forks, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+def held(pid: int, directory: Path) -> int:
+    """Bytes that the open files of a process take in a directory; none of them may have a name."""
+    taken = 0
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        target = os.readlink(f"/proc/{pid}/fd/{name}")
+        if str(directory) in target:
+            assert "(deleted)" in target, f"{target} has a name: it would stay after a kill"
+            taken += os.stat(f"/proc/{pid}/fd/{name}").st_blocks * 512
+    return taken
+
+
+def kill(what: str, point: str, directory: Path, forks: list[str], delay_s: float = 0.0) -> int:
+    """Kill a training process at a point, or so long after its beginning; returns what its files took."""
+    command = [*forks, "-m", "tests.parity.killed_script", what, point, str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         line = child.stdout.readline().split()
-        assert line[:2] == ["mid", "step"], line
-        taken, pid = 0, int(line[3])
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            target = os.readlink(f"/proc/{pid}/fd/{name}")
-            if str(directory) in target:
-                assert "(deleted)" in target, f"{target} has a name: it would stay after a kill"
-                taken += os.stat(f"/proc/{pid}/fd/{name}").st_blocks * 512
+        assert line[:1] == ["reached"], line
+        if point == "any":
+            child.stdin.close()  # type: ignore[union-attr]  # which lets it go on
+        time.sleep(delay_s)
+        taken = held(int(line[1]), directory) if point != "any" else 0
         assert entries(directory) == []
-        os.kill(pid, signal.SIGKILL)
+        os.kill(int(line[1]), signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
-    return int(line[2]), taken
+    assert entries(directory) == []
+    return taken
+
+
+def assert_trains(directory: Path) -> None:
+    """The next process that uses the directory finds nothing in its way."""
+    steps = (lambda: gpt2(hidden=160)), causal_batch, hugging_face_loss
+    expected = train(*steps, steps=2).result()
+    for opens in (all_away, away_from_device):
+        with opens(directory, activations="offload") as offloader:
+            assert_identical(train(*steps, offloader, steps=2).result(), expected)
+    assert entries(directory) == []
 
 
 def test_nothing_stays_after_kill_9(tmp_path: Path, forks: list[str]) -> None:
-    written, taken = kill_in_mid_step(tmp_path, forks)
-    assert written > 32 << 20
-    assert taken >= 32 << 20, "the spill file was expected to hold the written bytes"
-    assert entries(tmp_path) == []
+    for what, points in POINTS.items():
+        for point in points:
+            taken = kill(what, point, tmp_path, forks)
+            assert taken > (32 << 20 if what == "activations" else 1 << 20), f"{what}, {point}: more was expected"
+    assert_trains(tmp_path)
 
 
 def test_file_system_is_as_empty_as_before_after_kill_9(small_disk: Callable[[int], Path], forks: list[str]) -> None:
@@ -66,9 +79,18 @@ def test_file_system_is_as_empty_as_before_after_kill_9(small_disk: Callable[[in
     mount = small_disk(512)
     os.sync()
     free_before = os.statvfs(mount).f_bfree
-    written, taken = kill_in_mid_step(mount, forks)
+    for what in ("activations", "everything"):
+        assert kill(what, POINTS[what][-1], mount, forks) > 1 << 20
     os.sync()
     directory_block = 1  # our directory itself stays; it holds no data of a run
     assert os.statvfs(mount).f_bfree >= free_before - directory_block
-    assert written > 32 << 20
-    assert taken > 0
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_at_random_moments(tmp_path: Path, forks: list[str]) -> None:
+    draw = random.Random(3)
+    for what in ("everything", "device"):
+        for _ in range(60):
+            kill(what, "any", tmp_path, forks, draw.uniform(0, 1.5))
+    assert_trains(tmp_path)

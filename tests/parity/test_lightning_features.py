@@ -1,7 +1,11 @@
-"""Features of Lightning, one by one: with activations and optimizer states on SSD the bits of the plain strategy."""
+"""Features of Lightning, one by one: with activations and optimizer states on SSD the bits of the plain strategy.
+
+Each with states alone, or with weights and gradients in files as well; the other of the two is exhaustive.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,109 +20,187 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
-    ModelCheckpoint,
+    LearningRateMonitor,
     ModelPruning,
-    OnExceptionCheckpoint,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
 
+import tests.parity.lightning_nets as nets
 from lightning_ssd.errors import BudgetError
-from tests.parity.lightning_pairs import MARKS, Settings, all_on_ssd, both, everything
+from tests.parity.lightning_pairs import MARKS, Make, Settings, all_on_ssd, assert_moved, both, everything
 from tests.support.helpers import assert_identical
-from tests.support.trainers import (
-    BAREBONES,
-    BATCH_SIZE,
-    NUM_BATCHES,
-    Block,
-    ManualNet,
-    Net,
-    fit,
-    make_trainer,
-)
+from tests.support.trainers import BAREBONES, BATCH_SIZE, NUM_BATCHES, ManualNet, Net, fit, make_trainer, result
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("what_is_away")]
 
 
-# -- what the Trainer is told -----------------------------------------------------------------------------------------
+def with_(**settings: Any) -> Settings:
+    return lambda directory: settings
 
-TRAINER_SETTINGS: dict[str, Settings] = {
-    "accumulation-scheduler": lambda d: {
-        "callbacks": [GradientAccumulationScheduler({0: 1, 1: 4})],
-        "max_epochs": 2,
-    },
-    "clipping-by-value": lambda d: {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
-    "64-true": lambda d: {"precision": "64-true"},
-    "16-true": lambda d: {"precision": "16-true"},
-    "16-mixed": lambda d: {"precision": "16-mixed"},
-    "overfit-batches": lambda d: {"overfit_batches": 2, "max_epochs": 2, "limit_train_batches": None},
-    "fast-dev-run": lambda d: {"fast_dev_run": 3, "limit_train_batches": None, "limit_val_batches": None},
-    "detect-anomaly": lambda d: {"detect_anomaly": True, "limit_train_batches": 2},
-    "deterministic": lambda d: {"deterministic": True, "benchmark": False},
-    "sanity-check-and-validation-within-an-epoch": lambda d: {"num_sanity_val_steps": 2, "val_check_interval": 2},
-    "simple-profiler": lambda d: {"profiler": SimpleProfiler(d, "profile")},
-    "advanced-profiler": lambda d: {"profiler": AdvancedProfiler(d, "profile"), "limit_train_batches": 2},
-    "pytorch-profiler": lambda d: {
-        "profiler": PyTorchProfiler(d, "profile", export_to_chrome=False),
-        "limit_train_batches": 2,
-    },
-    "early-stopping": lambda d: {
-        "callbacks": [EarlyStopping("val/loss", patience=1, min_delta=1e9)],
-        "max_epochs": 9,
-    },
-    "averaging": lambda d: {
-        "callbacks": [StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)],
-        "max_epochs": 3,
-    },
+
+# -- what the Trainer is told, and what it trains --------------------------------------------------------------------
+
+FEATURES: dict[str, tuple[Make, Settings]] = {
+    "accumulation": (Net, with_(accumulate_grad_batches=2, max_epochs=2)),
+    "accumulation-scheduler": (
+        Net,
+        lambda d: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 4})], "max_epochs": 2},
+    ),
+    "clipping-by-norm": (Net, with_(gradient_clip_val=0.01)),
+    "clipping-by-value": (Net, with_(gradient_clip_val=1e-3, gradient_clip_algorithm="value")),
+    **{name: (Net, with_(precision=name)) for name in ("64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed")},
+    "overfit-batches": (Net, with_(overfit_batches=2, max_epochs=2, limit_train_batches=None)),
+    "fast-dev-run": (Net, with_(fast_dev_run=3, limit_train_batches=None, limit_val_batches=None)),
+    "detect-anomaly": (Net, with_(detect_anomaly=True, limit_train_batches=2)),
+    "deterministic": (Net, with_(deterministic=True, benchmark=False)),
+    "barebones": (Net, lambda d: BAREBONES),
+    "sanity-check-and-validation-within-an-epoch": (Net, with_(num_sanity_val_steps=2, val_check_interval=2)),
+    "simple-profiler": (Net, lambda d: {"profiler": SimpleProfiler(d, "profile")}),
+    "advanced-profiler": (Net, lambda d: {"profiler": AdvancedProfiler(d, "profile"), "limit_train_batches": 2}),
+    "pytorch-profiler": (
+        Net,
+        lambda d: {"profiler": PyTorchProfiler(d, "profile", export_to_chrome=False), "limit_train_batches": 2},
+    ),
+    "early-stopping": (
+        Net,
+        lambda d: {"callbacks": [EarlyStopping("val/loss", patience=1, min_delta=1e9)], "max_epochs": 9},
+    ),
+    "stochastic-averaging": (
+        Net,
+        lambda d: {"callbacks": [StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)], "max_epochs": 3},
+    ),
+    "averaging": (Net, lambda d: {"callbacks": [WeightAveraging()], "max_epochs": 2}),
+    "scheduler-per-epoch": (partial(nets.Scheduled, "epoch"), with_(max_epochs=5, limit_train_batches=2)),
+    "scheduler-on-plateau": (nets.OnPlateau, with_()),
+    "fused-optimizer": (nets.Fused, with_()),
+    "manual-optimization": (ManualNet, with_()),
+    "manual-optimization-and-backward": (partial(ManualNet, through_lightning=False), with_()),
+    "toggled-optimizers": (nets.Adversarial, with_(limit_val_batches=0)),
+    "closures": (nets.ClosesOver, with_()),
+    "sparse-gradients": (nets.WordsInTurns, with_()),
+    "layers-made-in-configure-model": (nets.MadeLate, with_()),
+    "data-dependent-control-flow": (nets.Branching, with_()),
+    "variable-shapes": (nets.Ragged, with_()),
+    "sequence-packing": (nets.Packed, with_()),
+    "low-rank-adapters": (nets.Adapted, with_()),
+    "several-loaders": (nets.TwoLoaders, with_()),
 }
 
 
-@pytest.mark.parametrize("name", TRAINER_SETTINGS)
+def _rows() -> Iterator[Any]:
+    for number, name in enumerate(FEATURES):
+        for turn, away in enumerate(("states", "everything")):
+            yield pytest.param(name, away, marks=() if number % 2 == turn else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("name", "what_is_away"), list(_rows()), indirect=["what_is_away"])
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
 @pytest.mark.filterwarnings("ignore:You passed `Trainer.accelerator='cpu', precision='16-mixed'")
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
-def test_trainer_settings(name: str, tmp_path: Path) -> None:
-    both(Net, tmp_path, TRAINER_SETTINGS[name])
-
-
 @pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones")
 @pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
-def test_barebones(tmp_path: Path) -> None:
-    both(Net, tmp_path, lambda d: BAREBONES)
+def test_features(name: str, tmp_path: Path) -> None:
+    both(FEATURES[name][0], tmp_path, FEATURES[name][1])
 
 
-# -- callbacks that change the model or the optimizer -----------------------------------------------------------------
+ALL_AWAY = pytest.mark.parametrize(
+    "what_is_away", ["everything", pytest.param("states", marks=pytest.mark.exhaustive)], indirect=True
+)
+"""For what changes the model; of the other tests states alone are the default."""
 
 
-class WithBackbone(Net):
-    """For the finetuning callback, which wants a module of this name, and optimizers without it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.backbone(x))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+# -- ways of making modules -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_a_module_made_under_init_module(precision: Any, tmp_path: Path) -> None:
+    seen = []
+    for strategy in ("auto", all_on_ssd(tmp_path)):
+        trainer = make_trainer(strategy, tmp_path, precision=precision, limit_val_batches=0)
+        L.seed_everything(7, verbose=False)
+        with trainer.init_module():
+            module = Net()
+        trainer.fit(module)
+        seen.append(everything(trainer, module))
+    assert_identical(seen[1], seen[0])
+    assert_moved(trainer)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lightning_cli_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    class_path = "lightning_ssd.strategies.ssd_offload.SSDOffloadStrategy"
+    policy = {"activations": "offload", "min_tensor_bytes": 4096, "optimizer_states": "offload"}
+    ours = {
+        "class_path": class_path,
+        "init_args": {"policy": policy, "hardware": {"paths": [str(tmp_path)], "allow_unsuitable_paths": True}},
+    }
+    monkeypatch.setattr("sys.argv", ["train"])
+    seen = []
+    for strategy in ("auto", ours):
+        settings = {"accelerator": "cpu", "devices": 1, "logger": False, "max_epochs": 1, "num_sanity_val_steps": 0}
+        quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        arguments = {"seed_everything": 7, "trainer": {**settings, **quiet, "strategy": strategy}}
+        cli = LightningCLI(Net, run=False, save_config_callback=None, args=arguments)
+        cli.trainer.fit(cli.model)
+        seen.append(everything(cli.trainer, cli.model))
+    assert_identical(seen[1], seen[0])
+    assert_moved(cli.trainer)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(how: str) -> Net:
+    module = Net()
+    if how == "module":
+        module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # Lightning's own trouble in a graph
+        return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
+    for block in module.blocks:
+        block.compile(backend="aot_eager")
+    return module
+
+
+@pytest.mark.parametrize("how", ["module", "blocks"])
+@pytest.mark.filterwarnings("ignore:Net is compiled as a whole")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled(how: str, tmp_path: Path) -> None:
+    def settings(directory: Path) -> dict[str, Any]:
+        return {"limit_train_batches": 3, "limit_val_batches": 0}
+
+    both(partial(compiled, how), tmp_path, settings)
+
+
+# -- callbacks that change the model or the optimizer ----------------------------------------------------------------
+
+
+@ALL_AWAY
 def test_backbone_finetuning(tmp_path: Path) -> None:
     def settings(directory: Path) -> dict[str, Any]:
         return {"callbacks": [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)], "max_epochs": 3}
 
-    _, (trainer, _) = both(WithBackbone, tmp_path, settings)
+    _, (trainer, _) = both(nets.WithBackbone, tmp_path, settings)
     assert len(trainer.optimizers[0].param_groups) == 2
 
 
-@pytest.mark.parametrize("lottery", [False, True])
-@pytest.mark.parametrize("permanent", [False, True])
+@ALL_AWAY
+@pytest.mark.parametrize(("lottery", "permanent"), [(False, True), (True, False)])
 def test_pruning(lottery: bool, permanent: bool, tmp_path: Path) -> None:
     """While it trains, a pruned weight is the product of a parameter and a mask, made anew in each forward."""
 
@@ -139,26 +221,73 @@ def test_pruning(lottery: bool, permanent: bool, tmp_path: Path) -> None:
     assert (weight == 0).float().mean() > 0.3 - 1e-3
 
 
-class WithRate(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 1e-3
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-
+@ALL_AWAY
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 def test_learning_rate_finder(tmp_path: Path) -> None:
     def settings(directory: Path) -> dict[str, Any]:
         finder = LearningRateFinder(num_training_steps=16, early_stop_threshold=None)
         return {"callbacks": [finder], "limit_val_batches": 0, "limit_train_batches": 1.0, "max_epochs": 3}
 
-    (_, plain), (_, ours) = both(WithRate, tmp_path, settings)
+    (_, plain), (_, ours) = both(nets.WithRate, tmp_path, settings)
     assert ours.lr == plain.lr != 1e-3
 
 
-# -- the batch-size finder ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [partial(nets.Scheduled, "step"), ManualNet], ids=["scheduler", "two"])
+def test_the_learning_rate_monitor_sees_what_it_would_see_without_us(make: Make, tmp_path: Path) -> None:
+    monitors: list[LearningRateMonitor] = []
+
+    def settings(directory: Path) -> dict[str, Any]:
+        monitors.append(LearningRateMonitor("step", log_momentum=True))
+        return {"callbacks": monitors[-1:], "logger": CSVLogger(directory), "log_every_n_steps": 1}
+
+    both(make, tmp_path, settings)
+    plain, ours = monitors
+    assert plain.lrs
+    assert ours.lrs == plain.lrs
+    assert ours.last_momentum_values == plain.last_momentum_values
+
+
+@pytest.mark.parametrize("make", [nets.Overflows, nets.FusedOverflows])
+def test_a_scaler_scales_and_skips(make: Make, tmp_path: Path) -> None:
+    plugins: list[MixedPrecision] = []
+
+    def settings(directory: Path) -> dict[str, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        plugins.append(MixedPrecision("16-mixed", "cpu", scaler))
+        return {"plugins": plugins[-1:], "max_epochs": 2}
+
+    both(make, tmp_path, settings)
+    scales = [plugin.scaler.get_scale() for plugin in plugins]
+    assert scales == [2.0**9] * 2, "no step was skipped, or more than one"
+
+
+# -- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def test_lbfgs_with_activations_on_ssd(tmp_path: Path) -> None:
+    (_, plain), _ = both(nets.ManyEvaluations, tmp_path, with_(max_steps=2, limit_val_batches=0), states=False)
+    assert len(plain.losses) > 4
+
+
+def test_an_optimizer_that_is_wrapped_already(tmp_path: Path) -> None:
+    _, (trainer, _) = both(nets.Wrapped, tmp_path)
+    assert type(trainer.optimizers[0].inner) is torch.optim.AdamW  # type: ignore[attr-defined]
+    both(nets.Wrapped, tmp_path / "kept", states=False)
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_no_optimizer(tmp_path: Path) -> None:
+    both(nets.NoOptimizer, tmp_path, states=False)
+    _, ours = fit(nets.NoOptimizer, all_on_ssd(tmp_path), tmp_path)
+    _, plain = fit(nets.NoOptimizer, "auto", tmp_path)
+    assert_identical(result(ours), result(plain))
+
+
+def test_sparse_gradients_with_an_optimizer_without_states(tmp_path: Path) -> None:
+    both(partial(nets.Words, "sgd"), tmp_path, states=False)
+
+
+# -- the batch-size finder -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["power", "binsearch"])
@@ -174,81 +303,7 @@ def test_a_budget_bounds_the_batch_size(mode: str, tmp_path: Path) -> None:
         fit(large, strategy, tmp_path, limit_val_batches=0, max_epochs=99)
 
 
-# -- checkpoints and several runs --------------------------------------------------------------------------------------
-
-
-class Failing(Net):
-    """Until it is mended, in the fourth step."""
-
-    is_mended = False
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.global_step == 3 and not self.is_mended:
-            raise ZeroDivisionError("on purpose")
-
-
-@pytest.mark.filterwarnings(r"ignore:`.fit\(ckpt_path=None\)` was called without a model")
-@pytest.mark.filterwarnings(r"ignore:.fit\(ckpt_path=.last.\) is set, but there is no last checkpoint")
-def test_a_checkpoint_on_exception_is_the_plain_one_and_training_goes_on_within_the_epoch(tmp_path: Path) -> None:
-    results = {}
-    for name in ("plain", "ours"):
-        directory = tmp_path / name
-
-        def strategy(name: str = name, directory: Path = directory) -> Strategy | str:
-            return "auto" if name == "plain" else all_on_ssd(directory)
-
-        callback = OnExceptionCheckpoint(directory, "failed")
-        with pytest.raises(ZeroDivisionError, match="on purpose"):
-            fit(Failing, strategy(), directory, callbacks=[callback], enable_checkpointing=True)
-        saved = torch.load(directory / "failed.ckpt", weights_only=False)
-        L.seed_everything(8, verbose=False)
-        module = Failing()
-        module.is_mended = True
-        trainer = make_trainer(strategy(), directory, max_epochs=2)
-        trainer.fit(module, ckpt_path=directory / "failed.ckpt")
-        assert trainer.global_step == 2 * NUM_BATCHES
-        results[name] = {key: saved[key] for key in ("state_dict", "optimizer_states", "loops", "global_step")}
-        results[name] |= everything(trainer, module)
-    assert results["plain"]["global_step"] == 3
-    assert len(results["plain"]["losses"]) > NUM_BATCHES
-    assert_identical(results["ours"], results["plain"])
-
-
-def test_resuming_within_an_epoch(tmp_path: Path) -> None:
-    """From a checkpoint of the third of six steps, on whichever strategy, whoever wrote it."""
-
-    def strategy(name: str) -> Strategy | str:
-        return "auto" if name == "plain" else all_on_ssd(tmp_path)
-
-    results = []
-    for writer in ("plain", "ours"):
-        saving = ModelCheckpoint(tmp_path / writer, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-        fit(Net, strategy(writer), tmp_path, callbacks=[saving], enable_checkpointing=True)
-        for reader in ("plain", "ours"):
-            L.seed_everything(8, verbose=False)
-            module = Net()
-            trainer = make_trainer(strategy(reader), tmp_path)
-            trainer.fit(module, ckpt_path=tmp_path / writer / "step=3.ckpt")
-            results.append(everything(trainer, module))
-    expected, *others = results
-    assert len(expected["losses"]) >= 3
-    for other in others:
-        assert_identical(other, expected)
-
-
-def test_fit_validate_fit_again_test_and_predict(tmp_path: Path) -> None:
-    seen = {}
-    for name, strategy in (("plain", "auto"), ("ours", all_on_ssd(tmp_path))):
-        trainer, module = fit(Net, strategy, tmp_path / name)
-        outputs: list[Any] = [trainer.validate(module, verbose=False)]
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(module)
-        outputs += [trainer.test(module, verbose=False), trainer.predict(module)]
-        seen[name] = everything(trainer, module) | {"outputs": outputs}
-    assert_identical(seen["ours"], seen["plain"])
-
-
-# -- what others wrap --------------------------------------------------------------------------------------------------
+# -- what others wrap ------------------------------------------------------------------------------------------------
 
 
 def test_backward_stays_lightnings_own(tmp_path: Path) -> None:
@@ -263,5 +318,5 @@ def test_backward_stays_lightnings_own(tmp_path: Path) -> None:
 
 def test_an_exception_reaches_lightnings_own_strategy(tmp_path: Path) -> None:
     with mock.patch.object(Strategy, "on_exception") as seen, pytest.raises(ZeroDivisionError) as raised:
-        fit(Failing, all_on_ssd(tmp_path), tmp_path)
+        fit(nets.Failing, all_on_ssd(tmp_path), tmp_path)
     seen.assert_called_once_with(raised.value)

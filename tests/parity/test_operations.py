@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_ssd.errors import RecomputeError
-from tests.parity.moves_within import MovesWithin
-from tests.support.helpers import DRAINED, Session, Setup, assert_identical, open_offloader
+from tests.support.helpers import DRAINED, Session, Setup, assert_identical, assert_same, open_offloader
+from tests.support.operator_survey import MovesWithin
 from tests.support.processes import run_script
 
 ROWS = 256
@@ -32,19 +32,14 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_an_operation_fills_after_saving_it(name: str, tmp_path: Path) -> None:
     def program(session: Session) -> Any:
-        torch.manual_seed(0)
         weight = torch.randn(ROWS, ROWS, requires_grad=True)
         with session.saved(), MovesWithin(session.offloader) as mode:
             loss = FUNCTIONS[name](weight * 2).square().sum()
-        session.drain()
-        loss.backward()
+        session.backward(loss)
         assert any("rrelu_with_noise" in name for name in mode.names)
         return weight.grad
 
-    expected = program(Session())
-    with open_offloader(tmp_path) as offloader:
-        assert_identical(program(Session.of(offloader, DRAINED)), expected)
-        assert offloader.stats.bytes_written
+    assert_same(program, tmp_path, setups=[DRAINED])
 
 
 def test_a_block_that_is_kept_after_a_refusal(spill_dir: Path) -> None:

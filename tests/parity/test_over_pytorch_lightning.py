@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.second_package import again_over_pytorch_lightning
 
-globals().update(again_over_pytorch_lightning("tests.parity.test_lightning_features"))
+for name in ("features", "checkpoints"):
+    globals().update(again_over_pytorch_lightning(f"tests.parity.test_lightning_{name}"))
 # The default tests train over both packages in tests/strategies/test_over_pytorch_lightning.py.
-pytestmark = pytest.mark.exhaustive
+pytestmark = [*globals()["pytestmark"], pytest.mark.exhaustive]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.test_models import TRAININGS
+from tests.parity.models import FAMILIES
 from tests.support.patience import PATIENCE_S
 from tests.support.pretended_backend_script import PROGRAMS
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="PyTorch has one accelerator, and has one here"
 )
 EXHAUSTIVE = pytest.mark.exhaustive
-DEFAULT = ("offload", "states-auto", "side-stream", "flipped-bits")
-MODELS = [name for name in TRAININGS if name != "lstm"]  # on a device PyTorch asks for an operator that no CPU has
+DEFAULT = ("states-auto", "side-stream", "flipped-bits")
+MODELS = [name for name in FAMILIES if name != "lstm"]  # on a device PyTorch asks for an operator that no CPU has
 
 
 def child(forks: list[str], directory: Path, *names: str) -> subprocess.CompletedProcess[str]:
@@ -56,8 +56,12 @@ def test_models_are_exact(names: list[str], forks: list[str], spill_dir: Path) -
     assert_exact(forks, spill_dir, *names)
 
 
+# -- guards that are taken out: two by default ------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("mistake", "place"), [("host-mover", "copy_paths.py"), ("host-checksum", "checksum.py")], ids=["edges", "checksum"]
+    ("mistake", "place"),
+    [("host-mover", "copy_paths.py"), pytest.param("host-checksum", "checksum.py", marks=EXHAUSTIVE)],
 )
 def test_a_host_that_touches_memory_of_the_device_ends(
     mistake: str, place: str, forks: list[str], spill_dir: Path
@@ -68,6 +72,7 @@ def test_a_host_that_touches_memory_of_the_device_ends(
     assert place in thread, ended.stderr
 
 
+@EXHAUSTIVE
 def test_a_file_that_is_given_memory_of_the_device_fails(forks: list[str], spill_dir: Path) -> None:
     ended = child(forks, spill_dir, "host-write")
     assert ended.returncode == 1
@@ -78,8 +83,8 @@ def test_a_file_that_is_given_memory_of_the_device_fails(forks: list[str], spill
     ("mistake", "fault"),
     [
         ("no-wait-before-copies", "uses memory before main has written it"),
-        ("no-wait-for-copies", "main uses memory before copies"),
-        ("no-protection-of-slots", "memory could be lent again that another stream uses"),
+        pytest.param("no-wait-for-copies", "main uses memory before copies", marks=EXHAUSTIVE),
+        pytest.param("no-protection-of-slots", "memory could be lent again that another stream uses", marks=EXHAUSTIVE),
     ],
 )
 def test_a_wait_that_is_left_out_is_seen(mistake: str, fault: str, forks: list[str], spill_dir: Path) -> None:
@@ -87,6 +92,7 @@ def test_a_wait_that_is_left_out_is_seen(mistake: str, fault: str, forks: list[s
     assert any(fault in text for text in faults), set(faults)
 
 
+@EXHAUSTIVE
 def test_a_worker_that_does_not_wait_is_seen(forks: list[str], spill_dir: Path) -> None:
     """By its bits, or because a copy fills a buffer that has gone."""
     assert child(forks, spill_dir, "no-wait-of-workers").returncode != 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -110,13 +111,20 @@ def interpret(steps: list[Any], shape: tuple[int, int], *, backwards: int) -> Ca
     return program
 
 
-def test_random_programs_are_exact(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_examples", [150, pytest.param(2000, marks=pytest.mark.exhaustive)])
+def test_random_programs_are_exact(num_examples: int, tmp_path: Path) -> None:
     offloaders = [open_offloader(tmp_path / str(number), setup) for number, setup in enumerate(SETUPS)]
     opened = [context.__enter__() for context in offloaders]
 
     num_exact = 0
 
-    @settings(max_examples=350, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        database=None,
+    )
     @given(programs, st.tuples(sizes, sizes), st.integers(1, 2), st.integers(0, len(SETUPS) - 1))
     def check(steps: list[Any], shape: tuple[int, int], backwards: int, which: int) -> None:
         nonlocal num_exact

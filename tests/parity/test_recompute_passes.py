@@ -1,4 +1,4 @@
-"""Recomputed blocks: state that changes, and every way of going backward, bit for bit."""
+"""Recomputed blocks: what their forward registers and asks for, and every way of going backward, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,66 +10,50 @@ import torch
 from torch import nn
 
 from lightning_ssd.errors import RecomputeError
-from tests.parity.models import Perceptrons, floats, mean_square
-from tests.parity.recomputing import (
-    EVERY,
-    Recomputing,
-    assert_recompute_parity,
-    inputs,
+from tests.parity.graph_programs import PROGRAMS
+from tests.parity.models import Perceptrons, floats, inputs, mean_square
+from tests.parity.recomputing import EVERY, Recomputing, assert_recompute_parity
+from tests.support.helpers import Session, Training, assert_identical, outcome
+
+# -- ways of going backward ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("retained", "double_backward_outside", "all_in_another_thread", "many_graphs_alive"),
+        *("exception_in_forward", "exception_in_backward", "step_borders_in_odd_places", "evaluation_between"),
+    ],
 )
-from tests.support.helpers import (
-    Session,
-    Training,
-    assert_identical,
-    outcome,
-)
-
-# -- state -----------------------------------------------------------------------------------------------------------
+def test_backward_after_the_pass(name: str) -> None:
+    assert_recompute_parity(PROGRAMS[name])
 
 
-class Remembering(nn.Module):
-    """State of all sorts that a forward changes and depends on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(40, 40))
-        self.register_buffer("mean", torch.zeros(40))
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.last: torch.Tensor | None = None
-        self.number = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))  # a new tensor
-        self.count += 1  # the same tensor
-        self.number += 1
-        if not hasattr(self, "made_once"):
-            self.made_once = x.detach().mean() + 1
-        y = self.linear(x - self.mean) * (1 + 1 / self.number) * self.made_once
-        if self.last is not None:
-            y = y + self.last
-        self.last = y.detach().mean()
-        return y.tanh()
+@pytest.mark.parametrize("name", ["double_backward", "backward_inside_the_context"])
+def test_backward_inside_of_the_pass(name: str) -> None:
+    """As with manual optimization, and gradient penalties."""
+    session = Recomputing(EVERY)
+    assert_identical(outcome(PROGRAMS[name], session), outcome(PROGRAMS[name], Session()))
+    assert session.asked == 3
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_state_is_changed_once(times: int) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.Sequential(Remembering(), Remembering())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(times):
-                x = x + self.blocks(x)
-            return x
-
-    made: list[Net] = []
+def test_a_reentrant_checkpoint_inside_of_the_pass() -> None:
+    """Its backward calls the blocks themselves."""
 
     def program(session: Session) -> Any:
-        result = Training(lambda: made.append(Net()) or made[-1], inputs, mean_square)(session)  # type: ignore[func-returns-value]
-        return result, [(block.number, block.last, block.made_once) for block in made[-1].blocks]
+        model = Perceptrons(dropout=0.3, mode="reentrant")
+        session.register(model)
+        x = floats(0, 6, 17, 40).requires_grad_()
+        with session.saved():
+            mean_square(model, {"x": x}).backward()
+        return x.grad, [parameter.grad for parameter in model.parameters()]
 
-    assert_recompute_parity(program)
+    session = Recomputing(EVERY)
+    assert_identical(outcome(program, session), outcome(program, Session()))
+    assert session.asked == 0  # forward ran without gradients, and the rest is a repetition
+
+
+# -- what a forward registers and asks for ---------------------------------------------------------------------------
 
 
 class Plain(nn.Module):
@@ -79,21 +63,6 @@ class Plain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).tanh()
-
-
-def test_an_input_may_be_a_parameter() -> None:
-    """As learnt queries are. Autograd gives it back as a tensor."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.queries = nn.Parameter(torch.randn(17, 40))
-            self.blocks = nn.Sequential(Plain(), Plain())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.blocks(self.queries)
-
-    assert_recompute_parity(Training(Net, inputs, mean_square), classes=("Plain",))
 
 
 def test_hooks_of_an_input_outlast_the_time_in_which_it_is_frozen() -> None:
@@ -233,134 +202,3 @@ def test_what_a_forward_registers_is_there_once(
 
 def _divide(gradient: torch.Tensor) -> None:
     gradient /= 3
-
-
-def test_a_training_mode_that_changes_before_backward() -> None:
-    def program(session: Session) -> Any:
-        model = Perceptrons(dropout=0.3)
-        session.register(model)
-        with session.saved():
-            loss = mean_square(model, inputs(0))
-        model.eval()
-        loss.backward()
-        assert not any(module.training for module in model.modules())
-        return [parameter.grad for parameter in model.parameters()]
-
-    assert_recompute_parity(program)
-
-
-def test_random_numbers_after_backward() -> None:
-    def program(session: Session) -> Any:
-        model = Perceptrons(dropout=0.3)
-        session.register(model)
-        with session.saved():
-            loss = mean_square(model, inputs(0))
-        between = torch.rand(3)
-        loss.backward()
-        return between, torch.rand(3), [parameter.grad for parameter in model.parameters()]
-
-    assert_recompute_parity(program)
-
-
-# -- ways of going backward ------------------------------------------------------------------------------------------
-
-
-def test_backward_twice() -> None:
-    def program(session: Session) -> Any:
-        model = nn.Sequential(Remembering(), Remembering(), *[nn.Sequential(nn.Linear(40, 40), nn.Dropout(0.2))] * 2)
-        session.register(model)
-        with session.saved():
-            loss = mean_square(model, inputs(0))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return [parameter.grad for parameter in model.parameters()], list(model.buffers())
-
-    assert_recompute_parity(program)
-
-
-def test_passes_in_flight_and_backward_in_another_order() -> None:
-    def program(session: Session) -> Any:
-        model = Perceptrons(dropout=0.3)
-        session.register(model)
-        losses = []
-        for step in range(3):
-            with session.saved():
-                losses.append(mean_square(model, inputs(step)))
-        for loss in (losses[1], losses[0], losses[2]):
-            loss.backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    assert_recompute_parity(program)
-
-
-def test_backward_inside_of_the_pass() -> None:
-    """As with manual optimization, and gradient penalties."""
-
-    def program(session: Session) -> Any:
-        model = Perceptrons(dropout=0.3, mode="reentrant")  # whose backward calls the blocks themselves
-        session.register(model)
-        x = floats(0, 6, 17, 40).requires_grad_()
-        with session.saved():
-            mean_square(model, {"x": x}).backward()
-        return x.grad, [parameter.grad for parameter in model.parameters()]
-
-    expected = outcome(program, Session())
-    session = Recomputing(EVERY)
-    assert_identical(outcome(program, session), expected)
-    assert session.asked == 0  # forward ran without gradients, and the rest is a repetition
-
-
-def test_gradient_of_a_gradient() -> None:
-    def program(session: Session) -> Any:
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)])
-        session.register(model)
-        x = floats(0, 6, 40).requires_grad_()
-        with session.saved():
-            (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-            grad.square().sum().backward()
-        return x.grad, [parameter.grad for parameter in model.parameters()]
-
-    expected = outcome(program, Session())
-    session = Recomputing(EVERY)
-    assert_identical(outcome(program, session), expected)
-    assert session.asked == 3
-
-
-def test_errors_in_a_block_are_the_models_own() -> None:
-    class Failing(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.shape[0] == 1:
-                raise KeyError("one")
-            return super().forward(x)
-
-    def program(session: Session) -> Any:
-        model = nn.Sequential(*[Failing(nn.Linear(40, 40), nn.Dropout(0.2)) for _ in range(2)])
-        session.register(model)
-        with pytest.raises(KeyError, match="one"), session.saved():
-            model(floats(0, 1, 40))
-        with session.saved():
-            loss = mean_square(model, {"x": floats(1, 3, 40)})
-        loss.backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    expected = outcome(program, Session())
-    session = Recomputing(EVERY)
-    assert_identical(outcome(program, session), expected)
-    assert session.depth == 0
-
-
-def test_evaluation_between() -> None:
-    def program(session: Session) -> Any:
-        model = Perceptrons(dropout=0.3)
-        session.register(model)
-        results = []
-        with session.saved():
-            loss = mean_square(model, inputs(0))
-            with torch.no_grad():
-                results.append(model(floats(1, 2, 3, 40)))
-            with torch.inference_mode():
-                results.append(model(floats(1, 2, 3, 40)).clone())
-        loss.backward()
-        return results, [parameter.grad for parameter in model.parameters()]
-
-    assert_recompute_parity(program)

@@ -19,6 +19,7 @@ from tests.support.helpers import Raised, Session, assert_identical, outcome
 Forward = Callable[["Block", torch.Tensor], torch.Tensor]
 ORDER = {"rows": torch.arange(64)}
 """Out of reach of every block."""
+WIDTH = 12
 
 
 class Block(nn.Module):
@@ -164,8 +165,7 @@ def test_other_indices_that_give_the_same_output_are_refused(monkeypatch: pytest
     assert_refused(training(lambda block, x: block.one(x)[ORDER["rows"]], torch.ones(64, 8), before_backward=turn))
 
 
-@pytest.mark.parametrize("shape", [(1,), (2,), ()])
-@pytest.mark.parametrize("rows", ["equal", "equal at first", "other"])
+@pytest.mark.parametrize(("rows", "shape"), [("equal", (1,)), ("equal at first", (2,)), ("other", ())])
 def test_an_index_or_two_are_no_seeds(rows: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the rows of a table are equal, the output tells nothing, and of later steps even less."""
     index = torch.zeros(shape, dtype=torch.int64)
@@ -191,6 +191,84 @@ def test_an_index_or_two_are_no_seeds(rows: str, shape: tuple[int, ...], monkeyp
 
     monkeypatch.setitem(ORDER, "row", index)
     assert_refused(program)
+
+
+# -- buffers and weights ---------------------------------------------------------------------------------------------
+
+
+class SecondReference(nn.Module):
+    """Edits a buffer by a tuple, of which the sum in backward knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.statistics = (self.mean,)
+
+    def edit(self, mean: torch.Tensor) -> None:
+        self.statistics[0].mul_(0.9).add_(mean)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.edit(x.detach().mean(0))
+        return self.linear(x).tanh() + self.mean
+
+
+class SecondReferencePastAutograd(SecondReference):
+    def edit(self, mean: torch.Tensor) -> None:
+        self.statistics[0].data.mul_(0.9).add_(mean)
+
+
+@pytest.mark.parametrize("kind", [SecondReference, SecondReferencePastAutograd])
+def test_a_buffer_edited_by_a_second_reference_is_refused_and_edited_once(kind: type[nn.Module]) -> None:
+    net = nn.Sequential(kind(), kind())
+    session = Recomputing(EVERY, classes=(kind.__name__,))
+    session.register(net)
+    with session.saved():
+        loss = net(floats(2, 5, WIDTH)).sum()
+    before = [buffer.clone() for buffer in net.buffers()]
+    for _ in range(2):
+        with pytest.raises(RecomputeError, match=f"it edits {kind.__name__}.mean, a buffer, by a second reference"):
+            loss.backward()
+        assert_identical([*net.buffers()], before)
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+class Viewing(nn.Module):
+    """Saves nothing of its weight but a small part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(floats(1, 8, WIDTH)[:4])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.weight.sum()).tanh()
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "offset": lambda data: data.as_strided(data.shape, data.stride(), 4 * WIDTH),
+    "strides": lambda data: data.as_strided(data.shape, (1, 4)),
+    "shape": lambda data: data[:2],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_another_view_of_the_same_data_is_refused(name: str) -> None:
+    """Strides alone give the same sum here, and are found before anything is compared."""
+
+    def program(session: Session) -> Any:
+        net = nn.ModuleList([Viewing(), Viewing()])
+        session.register(net)
+        with session.saved():
+            loss = net[1](net[0](floats(2, 5, WIDTH))).sum()
+        for block in net:
+            block.weight.data = VIEWS[name](block.weight.data)
+        loss.backward()
+
+    assert "Viewing.weight was given other data" in outcome(program, Recomputing(EVERY)).text
+
+
+# -- integers ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_may_be_memory_that_nobody_has_written() -> None:

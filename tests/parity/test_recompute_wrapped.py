@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,34 +11,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity import models
-from tests.parity.models import Perceptrons, floats, mean_square
-from tests.parity.recomputing import (
-    EVERY,
-    NONE,
-    SECOND,
-    Recomputing,
-    assert_recompute_parity,
-    inputs,
-    perceptrons,
-)
-from tests.support.helpers import (
-    Batch,
-    Session,
-    Training,
-    assert_identical,
-    open_offloader,
-    outcome,
-)
-
-# -- together with what others do to blocks --------------------------------------------------------------------------
+from tests.parity.models import Perceptrons, floats, inputs, mean_square
+from tests.parity.recomputing import EVERY, NONE, SECOND, Recomputing, assert_recompute_parity
+from tests.support.helpers import Session, Training, assert_identical, outcome
 
 
 @pytest.mark.parametrize("mode", ["reentrant", "non-reentrant", "alternate"])
 def test_checkpoints_of_the_model(mode: str) -> None:
-    def with_gradient(step: int) -> Batch:
-        return {"x": floats(step, 6, 17, 40).requires_grad_()}
-
-    training = replace(perceptrons(mode=mode, dropout=0.2), make_batch=with_gradient)
+    training = models.checkpointed(mode)
     expected = outcome(training, Session())
     for wants_inputs in (False, True):
         session = Recomputing(EVERY, wants_inputs=wants_inputs)
@@ -104,50 +81,6 @@ def test_hooks_of_a_block_run_once() -> None:
         return seen, x.grad
 
     assert_recompute_parity(program)
-
-
-def test_stateful_arguments_run_plainly() -> None:
-    """Hugging Face models give every block one cache, unless they are told not to."""
-    training = models.gpt2_training(hidden=40, dropout=0.1)
-
-    def caching(model: nn.Module) -> nn.Module:
-        model.config.use_cache = True  # type: ignore[union-attr]
-        return model
-
-    training = replace(training, prepare=caching)
-    expected = outcome(training, Session())
-    session = Recomputing(EVERY)
-    with pytest.warns(UserWarning, match="is not recomputed: it is given a DynamicCache"):
-        assert_identical(outcome(training, session), expected)
-    assert list(session.blocks[0].refused) == ["transformer.h.0", "transformer.h.1"]
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_models_compiled_after_we_came(whole: bool, tmp_path: Path) -> None:
-    def program(session: Session) -> Any:
-        model = Perceptrons(dropout=0.0)
-        session.register(model)
-        if whole:
-            model.compile(backend="aot_eager")
-        else:
-            for block in model.blocks:
-                block.compile(backend="aot_eager")
-        with session.saved():
-            loss = mean_square(model, inputs(0))
-        loss.backward()
-        return loss.detach(), [parameter.grad for parameter in model.parameters()]
-
-    torch.compiler.reset()
-    try:
-        expected = outcome(program, Session())
-        for chooses, wants_inputs in ((EVERY, False), (SECOND, True)):
-            torch.compiler.reset()
-            with open_offloader(tmp_path) as offloader, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # advice about whole-model compilation
-                session = Recomputing(chooses, wants_inputs=wants_inputs, offloader=offloader, drained=True)
-                assert_identical(outcome(program, session), expected)
-    finally:
-        torch.compiler.reset()
 
 
 def test_transforms_run_plainly() -> None:

@@ -1,12 +1,14 @@
-"""Blocks that remember: recomputed exactly where what they change is put back, and refused where they edit tensors."""
+"""Blocks that remember: recomputed exactly where what they change is put back; else refused in time, or kept."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
+import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-import lightning_ssd.scheduling.plan_maker
 from lightning_ssd.errors import ConfigError, RecomputeError
-from lightning_ssd.planning.planner import make_plan
-from lightning_ssd.planning.recompute_trace import recomputable
 from lightning_ssd.recompute.call_state import CallState
 from lightning_ssd.recompute.fingerprint import Fingerprint
 from tests.parity.models import floats
+from tests.parity.recomputing import recompute_what_may_be
 from tests.support.helpers import Raised, Session, Setup, assert_identical, open_offloader, outcome
 
 RECOMPUTE = Setup(activations="recompute", drained=False)
@@ -50,119 +50,11 @@ class Block(nn.Module):
         """To be compared after the training."""
 
 
-class OwnList(Block):
-    def prepare(self) -> None:
-        self.seen: list[int] = []
-
-    def factor(self, x: torch.Tensor) -> Any:
-        self.seen.append(len(self.seen))
-        return len(self.seen)
-
-    def state(self) -> Any:
-        return list(self.seen)
-
-
-class ReplacedList(Block):
-    """The model takes what is in the list, and puts a new one there before backward."""
-
-    def prepare(self) -> None:
-        self.losses: list[torch.Tensor] = []
-
-    def factor(self, x: torch.Tensor) -> Any:
-        self.losses.append(x.square().mean())
-        return 1 + len(self.losses)
-
-    def state(self) -> Any:
-        return len(self.losses)
-
-
 class Named(dict[str, int]):
     """Refuses to be emptied."""
 
     def clear(self) -> None:
         raise AssertionError
-
-
-class Containers(Block):
-    def prepare(self) -> None:
-        self.set, self.queue, self.counts = {0}, deque([0], maxlen=3), OrderedDict(first=0)
-        self.named = Named()
-
-    def factor(self, x: torch.Tensor) -> Any:
-        self.queue.append(self.queue[-1] + 1)
-        self.set.add(self.queue[-1])
-        self.counts[f"key {self.queue[-1]}"] = 1
-        self.counts.move_to_end("first")
-        self.named["count"] = self.named.get("count", 0) + 1
-        return self.queue[0] + sum(self.set) + len(self.counts) + self.named["count"]
-
-    def state(self) -> Any:
-        return sorted(self.set), list(self.queue), list(self.counts), dict(self.named)
-
-
-class OwnGenerator(Block):
-    def prepare(self) -> None:
-        self.generator = torch.Generator().manual_seed(3)
-
-    def factor(self, x: torch.Tensor) -> Any:
-        return torch.rand(WIDTH, generator=self.generator)
-
-    def state(self) -> Any:
-        return self.factor(torch.zeros(1))
-
-
-class Elsewhere(Block):
-    """Random numbers of Python and NumPy."""
-
-    def prepare(self) -> None:
-        random.seed(4)
-        np.random.seed(4)
-        self.own = random.Random(5)
-        self.old = np.random.RandomState(5)
-        self.new = np.random.default_rng(5)
-
-    def factor(self, x: torch.Tensor) -> Any:
-        sources = (random, np.random, self.own, self.old, self.new)
-        return sum(source.random() for source in sources)  # type: ignore[attr-defined]
-
-    def state(self) -> Any:
-        return self.factor(torch.zeros(1))
-
-
-class UnseenBuffers(Block):
-    """Edits its buffers past autograd, and one that inference mode has made stays as it is."""
-
-    def prepare(self) -> None:
-        for name in ("by_data", "by_numpy", "by_norm"):
-            self.register_buffer(name, torch.ones(WIDTH))
-        with torch.inference_mode():
-            self.register_buffer("evaluated", torch.ones(WIDTH))
-
-    def factor(self, x: torch.Tensor) -> Any:
-        mean = x.detach().mean(0)
-        self.by_data.data.mul_(0.9).add_(mean)
-        self.by_numpy.numpy()[:] += mean.numpy()
-        nn.functional.batch_norm(x.detach(), self.by_norm, torch.ones(WIDTH), training=True)
-        return sum(float(buffer.sum()) for buffer in self.buffers())
-
-    def state(self) -> Any:
-        return [buffer.clone() for buffer in self.buffers()]
-
-
-class SharedBuffer(Block):
-    """Is registered with a part of the block, too."""
-
-    def prepare(self) -> None:
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.part = nn.Module()
-        self.part.register_buffer("mean", self.mean)
-
-    def factor(self, x: torch.Tensor) -> Any:
-        self.mean.mul_(0.9).add_(x.detach().mean(0))
-        return self.part.mean.clone()
-
-    def state(self) -> Any:
-        return self.mean.clone()
 
 
 class Doubling(dict[str, float]):
@@ -179,64 +71,91 @@ class Reversed(list[int]):
         return reversed(self)
 
 
-class ContainersOfTheirOwn(Block):
-    def prepare(self) -> None:
-        self.scales, self.order = Doubling(first=1.0), Reversed([1, 2])
-
-    def factor(self, x: torch.Tensor) -> Any:
-        self.order.append(len(self.order))
-        return self.scales["first"] + self.order[0]
-
-    def state(self) -> Any:
-        return self.scales["first"], self.order[:]
-
-
-class SecondReference(Block):
-    """Fills a list past the attribute, with what comes from an autograd graph."""
+class Remembering(Block):
+    """Changes one of each kind of what is put back, and depends on it."""
 
     def prepare(self) -> None:
-        self.losses: list[torch.Tensor] = []
-        self.elsewhere = (self.losses,)
+        self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
+        self.calls, self.seen, self.kinds, self.recent = 0, [0], {0}, deque([0], maxlen=3)
+        self.counts, self.named, self.scales, self.order = OrderedDict(first=0), Named(), Doubling(), Reversed([1, 2])
+        self.losses: list[torch.Tensor] = []  # in whose place the model puts a new list before backward
+        self.outputs: list[torch.Tensor] = []  # filled past the attribute
+        self.elsewhere = (self.outputs,)
+        self.generator = torch.Generator().manual_seed(3)
+        random.seed(4)
+        np.random.seed(4)
+        self.own, self.old, self.new = random.Random(5), np.random.RandomState(5), np.random.default_rng(5)
+        for name in ("by_data", "by_numpy", "by_norm", "replaced", "shared"):
+            self.register_buffer(name, torch.ones(WIDTH))
+        with torch.inference_mode():
+            self.register_buffer("evaluated", torch.ones(WIDTH))
+        self.part = nn.Module()
+        self.part.register_buffer("shared", self.shared)
 
     def factor(self, x: torch.Tensor) -> Any:
-        self.elsewhere[0].append(x.square().mean())
-        return 1.0
+        hooks = self.linear.bias._backward_hooks
+        if hooks:
+            hooks.clear()  # without their handles
+        self.linear.bias.register_hook(lambda gradient: gradient / 3)
+        return self._counted(x) * self._drawn() + self._statistics(x.detach().mean(0)) + self.part.shared
+
+    def _counted(self, x: torch.Tensor) -> float:
+        self.calls += 1
+        for numbers in (self.seen, self.recent, self.order):
+            numbers.append(len(self.seen))
+        # What is done twice shows: the second time takes the element out again, and adds another key.
+        self.kinds.symmetric_difference_update({self.calls})
+        self.counts[f"key {len(self.counts)}"] = 1
+        self.counts.move_to_end("first")
+        self.named["count"] = self.named.get("count", 0) + 1
+        self.scales["first"] = self.scales.get("first", 1.0) + 0.25
+        for tensors in (self.losses, self.elsewhere[0]):
+            tensors.append(x.square().mean())
+        if not hasattr(self, "made_once"):
+            self.made_once = float(x.detach().mean()) + 1
+        sizes = (self.calls, len(self.seen), sum(self.kinds), self.recent[0], len(self.counts), self.named["count"])
+        return (sum(sizes) + self.scales["first"] + self.order[0] + len(self.losses)) * self.made_once
+
+    def _drawn(self) -> torch.Tensor:
+        sources: Any = (random, np.random, self.own, self.old, self.new)
+        return torch.rand(WIDTH, generator=self.generator) + sum(source.random() for source in sources)
+
+    def _statistics(self, mean: torch.Tensor) -> float:
+        self.replaced = 0.9 * self.replaced + 0.1 * mean
+        self.shared.mul_(0.9).add_(mean)
+        self.by_data.data.mul_(0.9).add_(mean)  # these three past autograd
+        self.by_numpy.numpy()[:] += mean.numpy()
+        nn.functional.batch_norm(mean.expand(4, WIDTH), self.by_norm, torch.ones(WIDTH), training=True)
+        return sum(float(buffer.sum()) for buffer in self.buffers())
 
     def state(self) -> Any:
-        return len(self.losses)
-
-
-class ReplacedHooks(Block):
-    """Removes the hooks of its weight, without handles, before it registers another."""
-
-    def factor(self, x: torch.Tensor) -> Any:
-        if self.linear.weight._backward_hooks:
-            self.linear.weight._backward_hooks.clear()
-        self.linear.weight.register_hook(lambda gradient: gradient / 3)
-        return 1.0
+        kept = self.calls, self.seen, sorted(self.kinds), list(self.recent), list(self.counts), dict(self.named)
+        more = self.scales["first"], self.order[:], len(self.losses), len(self.outputs), self.made_once
+        return [*kept, *more, self._drawn(), *(buffer.clone() for buffer in self.buffers())]
 
 
 class Net(nn.Module):
-    def __init__(self, kinds: list[type[Block]]) -> None:
+    def __init__(self, kinds: list[type[Block]], times: int = 1) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(kind() for kind in kinds)
+        self.times = times
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+        for block in [*self.blocks] * self.times:
             x = x + block(x)
         loss = x.square().mean()
         for block in self.blocks:
-            if isinstance(block, ReplacedList):
+            if isinstance(block, Remembering):
                 loss, block.losses = loss + sum(block.losses), []
         return loss
 
 
-def training(*kinds: type[Block], steps: int = 3) -> Callable[[Session], Any]:
+def training(*kinds: type[Block], steps: int = 3, times: int = 1) -> Callable[[Session], Any]:
     """Losses, gradients of each step and what the blocks remember."""
 
     def program(session: Session) -> Any:
         torch.manual_seed(3)
-        net = Net(list(kinds))
+        net = Net(list(kinds), times)
         session.register(net)
         seen = []
         for step in range(steps):
@@ -252,35 +171,29 @@ def training(*kinds: type[Block], steps: int = 3) -> Callable[[Session], Any]:
     return program
 
 
-REMEMBERING = [OwnList, ReplacedList, Containers, OwnGenerator, Elsewhere]
-
-
-@pytest.mark.parametrize("kind", REMEMBERING)
-def test_what_a_block_remembers_is_changed_once(
-    kind: type[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = training(kind, kind)
+def plainly(program: Callable[[Session], Any]) -> Any:
     expected = outcome(program, Session())
-    with open_offloader(tmp_path, RECOMPUTE) as offloader:
-        assert_identical(outcome(program, Session(offloader)), expected)
+    assert not isinstance(expected, Raised), expected
+    return expected
+
+
+def recomputed(program: Callable[[Session], Any], directory: Path) -> Any:
+    with open_offloader(directory, RECOMPUTE) as offloader:
+        return outcome(program, Session(offloader))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_a_block_remembers_is_changed_once(times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = training(Remembering, Remembering, times=times)
+    expected = plainly(program)
+    assert_identical(recomputed(program, tmp_path), expected)
 
     # Without putting back, the gradients would be wrong, and only what is saved would tell.
     monkeypatch.setattr(CallState, "as_before", lambda state, run, *args, **kwargs: run(*args, **kwargs))
-    with open_offloader(tmp_path, RECOMPUTE) as offloader:
-        got = outcome(program, Session(offloader))
-    assert isinstance(got, Raised)
-    assert got.type == RecomputeError.__name__
+    assert recomputed(program, tmp_path).type == RecomputeError.__name__
     monkeypatch.setattr(Fingerprint, "difference", lambda one, other: None)
-    wrong = "the bits differ|second time"
-    with open_offloader(tmp_path, RECOMPUTE) as offloader, pytest.raises(AssertionError, match=wrong):
-        assert_identical(outcome(program, Session(offloader)), expected)
-
-
-@pytest.mark.parametrize("kind", [UnseenBuffers, SharedBuffer, ContainersOfTheirOwn, ReplacedHooks, SecondReference])
-def test_what_is_changed_by_the_back_door_is_changed_once(kind: type[Block], tmp_path: Path) -> None:
-    program = training(kind, kind)
-    with open_offloader(tmp_path, RECOMPUTE) as offloader:
-        assert_identical(outcome(program, Session(offloader)), outcome(program, Session()))
+    with pytest.raises(AssertionError, match=r"the bits differ|second time"):
+        assert_identical(recomputed(program, tmp_path), expected)
 
 
 class Difficult(Block):
@@ -302,45 +215,137 @@ class RefusesAll:
         raise RuntimeError(f"no {name}")
 
 
-def test_what_cannot_be_looked_into_is_left_alone(tmp_path: Path) -> None:
-    program = training(Difficult, Difficult)
-    expected = outcome(program, Session())
-    assert not isinstance(expected, Raised)
-    with open_offloader(tmp_path, RECOMPUTE) as offloader:
-        assert_identical(outcome(program, Session(offloader)), expected)
+class Odd(Block):
+    """Not numbers, parts repeated in memory, complex and conjugate: equal all the same, and so is a statistic."""
+
+    def prepare(self) -> None:
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.dropout(self.norm(self.linear(x)))
+        z = (y * torch.full((1, 1), float("nan")).expand_as(y)).nan_to_num()
+        turned = torch.complex(y, y).conj() * torch.complex(y, z)
+        return y.t().exp().t() + z + turned.real + y[:, :1].expand_as(y).sigmoid()
+
+    def state(self) -> Any:
+        return self.norm.running_mean
 
 
-@pytest.mark.parametrize("activations", ["recompute", "auto"])
-def test_a_hook_that_collects_sees_each_forward_once_before_the_loss(tmp_path: Path, activations: str) -> None:
-    """Hugging Face collects attentions and router logits so; a block that ran twice would count double in the loss."""
-
-    def program(session: Session) -> Any:
-        torch.manual_seed(3)
-        net, collected = Net([Block, Block]), []
-        for block in net.blocks:
-            block.linear.register_forward_hook(lambda module, inputs, output: collected.append(output))
-        session.register(net)
-        seen = []
-        for step in range(6):
-            with session.saved():
-                loss = net(floats(step, 6, WIDTH)) + sum(output.square().mean() for output in collected)
-            seen.append((len(collected), loss.detach()))
-            loss.backward()
-            session.end()
-            collected.clear()
-        return seen
-
-    expected = outcome(program, Session())
-    budget = {"activation_budget": 1 << 26} if activations == "auto" else {}
-    setup = Setup(activations=activations, settled=True, recompute_modules="Block", **budget)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan", recomputes_all)
-        patch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan_apart", recomputes_all)
-        with open_offloader(tmp_path, setup) as offloader:
-            assert_identical(outcome(program, Session.of(offloader, setup)), expected)
+@pytest.mark.parametrize("kind", [Difficult, Odd])
+def test_what_looks_difficult_is_recomputed(kind: type[Block], tmp_path: Path) -> None:
+    program = training(kind, kind)
+    assert_identical(recomputed(program, tmp_path), plainly(program))
 
 
 # -- what cannot be put back -----------------------------------------------------------------------------------------
+
+
+class Meter:
+    """Counts for all."""
+
+    total = 0
+
+    def add(self) -> int:
+        type(self).total += 1
+        return self.total
+
+
+def in_place(value: Any) -> Any:
+    value[0] += 1
+    return value[0]
+
+
+def named(value: Any) -> Any:
+    value.value += 1
+    return value.value
+
+
+Case = tuple[Callable[[], Any], Callable[[Any], Any]]
+OUTSIDE: dict[str, Case] = {
+    "object": (lambda: types.SimpleNamespace(value=0), named),
+    "class attribute": (Meter, Meter.add),
+    "function": (lambda: functools.partial(in_place, [0]), lambda function: function()),
+    "list in a dict": (lambda: {"inner": [0]}, lambda value: in_place(value["inner"])),
+    "generator in a tuple": (
+        lambda: (torch.Generator().manual_seed(3),),
+        lambda value: torch.rand(WIDTH, generator=value[0]),
+    ),
+    "NumPy array": (lambda: np.zeros(2), in_place),
+}
+KEPT: dict[str, Case] = {
+    "itertools.count": (lambda: itertools.count(1), next),
+    "generator": (lambda: (number for number in range(1, 100)), next),
+    "iterator in a list": (lambda: [iter([*range(1, 100)])], lambda value: next(value[0])),
+}
+
+
+def block_of(make: Callable[[], Any], use: Callable[[Any], Any]) -> type[Block]:
+    class Remembering(Block):
+        def prepare(self) -> None:
+            self.memory = make()
+
+        def factor(self, x: torch.Tensor) -> Any:
+            return use(self.memory)
+
+    return Remembering
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_lies_outside_of_the_contract_is_refused(name: str, tmp_path: Path) -> None:
+    kind = block_of(*OUTSIDE[name])
+    program = training(kind, kind, steps=1)
+    plainly(program)
+    refused = recomputed(program, tmp_path)
+    assert refused.type == RecomputeError.__name__
+    assert "it depends on something that has changed and is not put back" in refused.text
+
+
+class OwnSlots(Block):
+    __slots__ = ("calls",)
+
+    def prepare(self) -> None:
+        self.calls = 0
+
+    def factor(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        return self.calls
+
+
+class Scripted(Block):
+    """Buffers of what is scripted are out of Python's sight."""
+
+    def prepare(self) -> None:
+        self.norm = torch.jit.script(nn.BatchNorm1d(WIDTH))
+
+    def factor(self, x: torch.Tensor) -> Any:
+        return self.norm(x)
+
+    def state(self) -> Any:
+        return self.norm.running_mean.clone()
+
+
+UNSEEN = "a \\w+ keeps attributes outside of its __dict__"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [*((block_of(*case), "") for case in KEPT.values()), (OwnSlots, UNSEEN), (Scripted, UNSEEN)],
+    ids=[*KEPT, "slots", "scripted"],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_what_is_out_of_sight_keeps_the_block(kind: type[Block], reason: str, tmp_path: Path) -> None:
+    program = training(kind, kind)
+    expected = plainly(program)
+    with pytest.warns(UserWarning, match=f"is not recomputed: {reason}"):
+        assert_identical(recomputed(program, tmp_path), expected)
+
+
+def test_a_generator_at_its_end_is_no_hindrance() -> None:
+    block = Block()
+    block.parameters_once = block.parameters()  # type: ignore[assignment]
+    list(block.parameters_once)
+    assert CallState([block]).opaque is None
 
 
 class EditsTensor(Block):
@@ -388,57 +393,54 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_block_that_must_be_recomputed_and_cannot_be_is_an_error(kind: type[Block], tmp_path: Path) -> None:
-    with open_offloader(tmp_path, RECOMPUTE) as offloader:
-        got = outcome(training(kind, kind), Session(offloader))
-    assert isinstance(got, Raised)
+    got = recomputed(training(kind, kind), tmp_path)
     assert got.type == ConfigError.__name__
     assert REFUSED[kind] in got.text
     assert "OffloadPolicy.recompute_modules" in got.text
 
 
-class Odd(Block):
-    """Not numbers, parts repeated in memory, complex and conjugate: equal all the same, and so is a statistic."""
-
-    def prepare(self) -> None:
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.dropout(self.norm(self.linear(x)))
-        z = (y * torch.full((1, 1), float("nan")).expand_as(y)).nan_to_num()
-        turned = torch.complex(y, y).conj() * torch.complex(y, z)
-        return y.t().exp().t() + z + turned.real + y[:, :1].expand_as(y).sigmoid()
-
-    def state(self) -> Any:
-        return self.norm.running_mean
+# -- under plans -----------------------------------------------------------------------------------------------------
 
 
-def test_what_only_looks_different_is_recomputed(tmp_path: Path) -> None:
-    program = training(Odd, Odd)
-    expected = outcome(program, Session())
-    with open_offloader(tmp_path, RECOMPUTE) as offloader:
-        assert_identical(outcome(program, Session(offloader)), expected)
+@pytest.fixture
+def _recomputes_what_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    recompute_what_may_be(monkeypatch)
 
 
-# -- where nobody has to recompute -----------------------------------------------------------------------------------
+AUTO = Setup(activations="auto", activation_budget=1 << 26, settled=True, recompute_modules="Block")
 
 
-def recomputes_all(trace: Any, machine: Any, goal: Any) -> Any:
-    """A planner that recomputes whatever it may."""
-    plan = make_plan(trace, machine, replace(goal, recompute=False))
-    return replace(plan, recompute=frozenset(recomputable(trace))) if goal.recompute else plan
+@pytest.mark.usefixtures("_recomputes_what_it_may")
+@pytest.mark.parametrize("setup", [RECOMPUTE, AUTO], ids=["recompute", "auto"])
+def test_a_hook_that_collects_sees_each_forward_once_before_the_loss(setup: Setup, tmp_path: Path) -> None:
+    """Hugging Face collects attentions and router logits so; a block that ran twice would count double in the loss."""
 
+    def program(session: Session) -> Any:
+        torch.manual_seed(3)
+        net, collected = Net([Block, Block]), []
+        for block in net.blocks:
+            block.linear.register_forward_hook(lambda module, inputs, output: collected.append(output))
+        session.register(net)
+        seen = []
+        for step in range(6):
+            with session.saved():
+                loss = net(floats(step, 6, WIDTH)) + sum(output.square().mean() for output in collected)
+            seen.append((len(collected), loss.detach()))
+            loss.backward()
+            session.end()
+            collected.clear()
+        return seen
 
-def test_a_plan_recomputes_only_what_edits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan", recomputes_all)
-    monkeypatch.setattr(lightning_ssd.scheduling.plan_maker, "make_plan_apart", recomputes_all)
-    kinds = (OwnGenerator, OwnList, Containers, EditsTensor, GoesBack, Elsewhere)
-    program = training(*kinds, steps=6)
-    expected = outcome(program, Session())
-    setup = Setup(activations="auto", activation_budget=1 << 26, settled=True, recompute_modules="Block")
     with open_offloader(tmp_path, setup) as offloader:
-        assert_identical(outcome(program, Session.of(offloader, setup)), expected)
+        assert_identical(outcome(program, Session.of(offloader, setup)), plainly(program))
+
+
+@pytest.mark.usefixtures("_recomputes_what_it_may")
+def test_a_plan_recomputes_only_what_edits_nothing(tmp_path: Path) -> None:
+    program = training(Remembering, EditsTensor, GoesBack, Remembering, steps=6)
+    expected = plainly(program)
+    with open_offloader(tmp_path, AUTO) as offloader:
+        assert_identical(outcome(program, Session.of(offloader, AUTO)), expected)
         assert offloader.trace is not None
-        assert "blocks.3" in {block.name for block in offloader.trace.blocks}
-        report = offloader.plan_report
-        assert report is not None, "no pass has followed its plan"
+        assert "blocks.1" in {block.name for block in offloader.trace.blocks}
+        assert offloader.plan_report is not None, "no pass has followed its plan"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from tests.parity.saved_programs import Program, graph, held, leaf
 from tests.support.helpers import (
     DRAINED,
     EAGER,
@@ -20,11 +21,10 @@ from tests.support.helpers import (
     Session,
     assert_identical,
     assert_released,
+    assert_same,
     open_offloader,
     outcome,
 )
-
-Program = Callable[[Session], Any]
 
 
 class Tagged(torch.Tensor):
@@ -50,116 +50,55 @@ class Wrapped(torch.Tensor):
         return tree_map_only(Tensor, Wrapped, func(*args, **kwargs))
 
 
-class CopyPin(torch.autograd.Function):
-    """Saves ``held`` and hands it to ``look`` in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, held: Tensor, look: Callable[[Tensor], Any]) -> Tensor:
-        ctx.save_for_backward(held)
-        ctx.look = look
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (held,) = ctx.saved_tensors
-        ctx.look(held)
-        return grad, None, None
-
-
-def held(make: Callable[[], Tensor], look: Callable[[Tensor], Any]) -> Program:
-    def program(session: Session) -> Any:
-        seen: list[Any] = []
-        x = torch.ones(3, requires_grad=True)
-        with session.saved():
-            y = CopyPin.apply(x, make(), lambda tensor: seen.append((type(tensor).__name__, look(tensor))))
-        session.drain()
-        y.sum().backward()
-        session.end()
-        return seen
-
-    return program
-
-
-def tagged(session: Session) -> Any:
-    a = torch.rand(40, 50).as_subclass(Tagged).requires_grad_()
-    with session.saved():
-        y = (a * 2).sin().exp()
-    session.drain()
-    y.sum().backward()
-    session.end()
-    assert a.grad is not None
-    return a.grad.as_subclass(Tensor)
-
-
-def wrapped(session: Session) -> Any:
-    a = Wrapped(torch.rand(40, 50)).requires_grad_()
-    with session.saved():
-        y = (a * 2).sin().exp()
-    session.drain()
-    y.sum().backward()
-    session.end()
-    assert isinstance(a.grad, Wrapped)
-    return a.grad.inner
-
-
-def jagged(session: Session) -> Any:
-    parts = [torch.rand(3 + 2 * n, 50) for n in range(4)]
-    nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
-    with session.saved():
-        y = torch.sin(nested * 2) * 3
-    session.drain()
-    y.values().sum().backward()
-    session.end()
-    assert nested.grad is not None
-    return nested.grad.values()
-
-
-def sparse_product(session: Session) -> Any:
-    weight = torch.rand(64, 50).requires_grad_()
-    adjacency = (torch.rand(40, 64) > 0.8).float().to_sparse().requires_grad_()
-    with session.saved():
-        y = torch.sparse.mm(adjacency, weight).sin()
-    session.drain()
-    y.sum().backward()
-    session.end()
-    assert adjacency.grad is not None
-    return weight.grad, adjacency.grad.coalesce().values()
-
-
-def sparse_embedding(session: Session) -> Any:
-    table = nn.Embedding(100, 40, sparse=True)
-    session.register(table)
-    with session.saved():
-        y = table(torch.arange(0, 100, 3)).sin()
-    session.drain()
-    y.sum().backward()
-    session.end()
-    assert table.weight.grad is not None
-    return table.weight.grad.to_dense()
-
-
 def _quantised() -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # these dtypes are deprecated, and yet people have them
         return torch.quantize_per_tensor(torch.rand(40, 50), 0.01, 3, torch.quint8)
 
 
+def _nested(*shapes: tuple[int, int], **settings: Any) -> Tensor:
+    return torch.nested.nested_tensor([torch.rand(shape) for shape in shapes], layout=torch.jagged, **settings)
+
+
+def _sparse() -> Tensor:
+    return (torch.rand(40, 64) > 0.8).float().to_sparse().requires_grad_()
+
+
 FOREIGN: dict[str, Program] = {
-    "subclass": tagged,
-    "wrapper subclass": wrapped,
-    "nested": jagged,
-    "sparse product": sparse_product,
-    "sparse COO": held(lambda: torch.rand(40, 50).relu().to_sparse(), lambda t: t.to_dense()),
-    "sparse CSR": held(lambda: torch.eye(40).to_sparse_csr(), lambda t: t.to_dense()),
-    "quantised": held(_quantised, lambda t: (t.int_repr(), t.q_scale(), t.q_zero_point())),
-    "meta": held(lambda: torch.empty(40, 50, device="meta"), lambda t: (t.device.type, tuple(t.shape))),
-    "mkldnn": held(lambda: torch.rand(40, 50).to_mkldnn(), lambda t: t.to_dense()),
-    "wrapper held": held(lambda: Wrapped(torch.rand(40, 50)), lambda t: t.inner),
-    "nested held": held(
-        lambda: torch.nested.nested_tensor([torch.rand(3, 5), torch.rand(2, 5)], layout=torch.jagged),
-        lambda t: (t.values(), t.offsets()),
+    "subclass": graph(
+        lambda a: (a * 2).sin().exp(),
+        lambda: torch.rand(40, 50).as_subclass(Tagged).requires_grad_(),
+        look=lambda grad: grad.as_subclass(Tensor),
     ),
+    "wrapper subclass": graph(
+        lambda a: (a * 2).sin().exp(),
+        lambda: Wrapped(torch.rand(40, 50)).requires_grad_(),
+        look=lambda grad: grad.inner,
+    ),
+    "nested": graph(
+        lambda a: (torch.sin(a * 2) * 3).values(),
+        lambda: _nested(*((3 + 2 * n, 50) for n in range(4)), requires_grad=True),
+        look=lambda grad: grad.values(),
+    ),
+    "sparse product": graph(
+        lambda adjacency, weight: torch.sparse.mm(adjacency, weight).sin(),
+        _sparse,
+        lambda: leaf(64, 50),
+        look=lambda grad: grad.coalesce().values() if grad.is_sparse else grad,
+    ),
+    "sparse COO": held(lambda: (torch.rand(40, 50).relu().to_sparse(),), lambda t: t.to_dense()),
+    "sparse CSR": held(lambda: (torch.eye(40).to_sparse_csr(),), lambda t: t.to_dense()),
+    "quantised": held(lambda: (_quantised(),), lambda t: (t.int_repr(), t.q_scale(), t.q_zero_point())),
+    "meta": held(lambda: (torch.empty(40, 50, device="meta"),), lambda t: (t.device.type, tuple(t.shape))),
+    "mkldnn": held(lambda: (torch.rand(40, 50).to_mkldnn(),), lambda t: t.to_dense()),
+    "wrapper held": held(lambda: (Wrapped(torch.rand(40, 50)),), lambda t: t.inner),  # type: ignore[attr-defined]
+    "nested held": held(lambda: (_nested((3, 5), (2, 5)),), lambda t: (t.values(), t.offsets())),
 }
+SPARSE_GRADIENT = graph(
+    lambda weight: nn.functional.embedding(torch.arange(0, 100, 3), weight, sparse=True).sin(),
+    lambda: leaf(100, 40),
+    look=lambda grad: grad.to_dense(),
+)
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -177,10 +116,7 @@ def test_kept_counted_and_exact(name: str, tmp_path: Path) -> None:
 
 
 def test_sparse_gradients(tmp_path: Path) -> None:
-    expected = outcome(sparse_embedding, Session())
-    assert not isinstance(expected, Raised), expected
-    with open_offloader(tmp_path) as offloader:
-        assert_identical(outcome(sparse_embedding, Session(offloader, drained=True)), expected)
+    assert_same(SPARSE_GRADIENT, tmp_path, setups=[DRAINED])
 
 
 @pytest.fixture
@@ -201,9 +137,7 @@ def test_distributed_tensor(tmp_path: Path) -> None:
         x = distribute_tensor(torch.rand(30, 40), mesh, [Shard(0)])
         with session.saved():
             y = torch.sin(x @ weight).exp()
-        session.drain()
-        y.sum().backward()
-        session.end()
+        session.backward(y.sum())
         assert isinstance(weight.grad, DTensor)
         return weight.grad.to_local()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.parity.saved_programs import Program, held
 from tests.support.helpers import (
     DRAINED,
     EAGER,
@@ -21,21 +22,6 @@ from tests.support.helpers import (
     open_offloader,
     raw_bytes,
 )
-
-
-class CopyPin(torch.autograd.Function):
-    """Saves ``tensors`` in forward and shows in backward what came back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, show: Callable[[tuple[Tensor, ...]], None], *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.show, ctx.num_inputs = show, 2 + len(tensors)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.show(ctx.saved_tensors)
-        return grad, *[None] * (ctx.num_inputs - 1)
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -136,25 +122,8 @@ def bits(tensor: Tensor) -> Tensor:
     return whole[: count * itemsize].view(count, itemsize)[positions.reshape(-1)]
 
 
-def holding(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[Session], Any]:
-    """A program that saves tensors, lets go of them, and looks at what comes back."""
-
-    def program(session: Session) -> Any:
-        came_back: list[Any] = []
-
-        def show(saved: tuple[Tensor, ...]) -> None:
-            came_back.append([description(tensor) for tensor in saved])
-            came_back.append([bits(tensor).clone() for tensor in saved])
-
-        x = torch.ones(3, requires_grad=True)
-        with session.saved():
-            y = CopyPin.apply(x, show, *make())
-        session.drain()
-        y.sum().backward()
-        session.end()
-        return came_back
-
-    return program
+def holding(make: Callable[[], tuple[Tensor, ...]]) -> Program:
+    return held(make, lambda tensor: (description(tensor), bits(tensor).clone()))
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -1,118 +1,15 @@
-"""Whole trainings, bit for bit: the ways in which people train."""
+"""Ways of training that are programs of their own, bit for bit."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from tests.parity.models import (
-    Perceptrons,
-    adapted_perceptrons,
-    floats,
-    gpt2_training,
-    mean_square,
-)
-from tests.support.helpers import DRAINED, SETUPS, Batch, Session, Training, assert_parity, assert_same, open_offloader
-
-
-def inputs(step: int) -> Batch:
-    return {"x": floats(step, 6, 17, 40)}
-
-
-def perceptrons(**settings: Any) -> Training:
-    return Training(lambda: Perceptrons(**settings), inputs, mean_square)
-
-
-@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant", "alternate"])
-def test_checkpointed_blocks(mode: str, tmp_path: Path) -> None:
-    def with_gradient(step: int) -> Batch:
-        # Re-entrant checkpointing trains nothing unless an input of the block requires gradients.
-        return {"x": floats(step, 6, 17, 40).requires_grad_()}
-
-    assert_parity(replace(perceptrons(mode=mode, dropout=0.2), make_batch=with_gradient), tmp_path)
-
-
-def test_autocast_bfloat16(tmp_path: Path) -> None:
-    assert_parity(gpt2_training(autocast=torch.bfloat16), tmp_path)
-
-
-def test_accumulation_over_micro_batches(tmp_path: Path) -> None:
-    assert_parity(gpt2_training(num_micro_batches=3, dropout=0.1, layers=1), tmp_path)
-
-
-def test_dropout(tmp_path: Path) -> None:
-    assert_parity(perceptrons(dropout=0.3), tmp_path)
-
-
-def test_frozen_backbone(tmp_path: Path) -> None:
-    def freeze(model: nn.Module) -> nn.Module:
-        assert isinstance(model, Perceptrons)
-        model.blocks[:2].requires_grad_(False)
-        return model
-
-    assert_parity(replace(perceptrons(), prepare=freeze), tmp_path)
-
-
-def test_low_rank_adapters(tmp_path: Path) -> None:
-    assert_parity(Training(adapted_perceptrons, inputs, mean_square), tmp_path)
-
-
-def test_tied_weights(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(311, 40)
-            self.body = Perceptrons(num_blocks=2)
-            self.head = nn.Linear(40, 311, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.body(self.embedding(x))
-            # The same weight once more, through views that are not the parameter object.
-            return self.head(hidden) + hidden @ self.embedding.weight.t()[:, :311]
-
-    def batch(step: int) -> Batch:
-        return {"x": torch.randint(0, 311, (4, 21), generator=torch.Generator().manual_seed(step))}
-
-    assert_parity(Training(Tied, batch, mean_square), tmp_path)
-
-
-def test_depth_and_length_change_from_step_to_step(tmp_path: Path) -> None:
-    """What earlier steps taught the prefetcher is wrong in every step."""
-
-    class Jumping(Perceptrons):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            order = itertools.islice(itertools.cycle(range(4)), x.shape[1] % 4, x.shape[1] % 4 + x.shape[0] % 4 + 1)
-            for number in order:
-                x = x + self.blocks[number](x)
-            return x
-
-    def batch(step: int) -> Batch:
-        return {"x": floats(step, 1 + step % 5, 9 + 7 * (step % 3), 40)}
-
-    assert_parity(Training(Jumping, batch, mean_square, steps=12), tmp_path)
-
-
-def test_in_place_activations_and_views(tmp_path: Path) -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(40, 120)
-            self.last = nn.Linear(40, 40)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            gate, value, rest = self.first(x).relu_().chunk(3, dim=-1)
-            mixed = gate.sigmoid() * value + rest.transpose(0, 1).contiguous().transpose(0, 1)
-            mixed[..., :5] *= 2
-            return self.last(mixed.masked_fill(mixed > 1, 0.5))
-
-    assert_parity(Training(InPlace, inputs, mean_square), tmp_path)
+from tests.parity.models import Perceptrons, floats
+from tests.support.helpers import SETUPS, Session, assert_same, open_offloader
 
 
 def test_worker_processes_of_a_data_loader(tmp_path: Path) -> None:
@@ -135,9 +32,7 @@ def test_worker_processes_of_a_data_loader(tmp_path: Path) -> None:
             for batch in loader:
                 with session.saved():
                     loss = model(batch).square().mean()
-                session.drain()
-                loss.backward()
-                session.end()
+                session.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.detach())
@@ -162,15 +57,11 @@ def test_two_models_in_turns(tmp_path: Path) -> None:
             with session.saved():
                 made = one(floats(step, 90, 40))
                 judged = two(shrink(made.detach())).square().mean()
-            session.drain()
-            judged.backward()
-            session.end()
+            session.backward(judged)
             optimizers[1].step()
             with session.saved():
                 fooled = two(shrink(made)).square().mean()
-            session.drain()
-            fooled.backward()
-            session.end()
+            session.backward(fooled)
             optimizers[0].step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -190,9 +81,7 @@ def test_optimizer_that_calls_the_model_several_times(tmp_path: Path) -> None:
             optimizer.zero_grad()
             with session.saved():
                 loss = model(floats(0, 90, 40)).square().mean()
-            session.drain()
-            loss.backward()
-            session.end()
+            session.backward(loss)
             losses.append(loss.detach())
             return loss
 
@@ -221,9 +110,7 @@ def test_optimizer_inside_backward(tmp_path: Path) -> None:
         for step in range(3):
             with session.saved():
                 loss = model(floats(step, 60, 40)).square().mean()
-            session.drain()
-            loss.backward()
-            session.end()
+            session.backward(loss)
         return [parameter.detach() for parameter in model.parameters()]
 
     assert_same(program, tmp_path)
@@ -249,12 +136,3 @@ def test_two_offloaders_side_by_side(tmp_path: Path) -> None:
         return x.grad, [parameter.grad for parameter in model.parameters()]
 
     assert_same(program, tmp_path)
-
-
-def test_two_threads_of_torch(tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert_parity(gpt2_training(layers=1, steps=2), tmp_path, setups=[DRAINED])
-    finally:
-        torch.set_num_threads(before)

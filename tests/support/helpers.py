@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,12 @@ class Session:
         if self.offloader is not None and self.drained:
             self.offloader.flush()
 
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """Backward of a loss, and the end of the step."""
+        self.drain()
+        loss.backward(retain_graph=retain_graph)
+        self.end()
+
     def end(self) -> None:
         """After backward."""
         if self.offloader is not None:
@@ -87,6 +94,10 @@ class Session:
         """Parameters that must not be offloaded."""
         if self.offloader is not None:
             self.offloader.register_module(module)
+
+    def optimizer(self, made: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The one to use in the place of ``made``."""
+        return made if self.offloader is None else self.offloader.offload_optimizer(made)
 
 
 Program = Callable[[Session], Any]
@@ -250,6 +261,7 @@ def assert_same(
 
 
 Batch = dict[str, Any]
+adamw = partial(torch.optim.AdamW, lr=1e-3)
 
 
 @dataclass(frozen=True)
@@ -263,16 +275,18 @@ class Training:
     num_micro_batches: int = 1
     autocast: torch.dtype | None = None
     prepare: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model
+    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = adamw
+    max_norm: float | None = None  # of the gradients
 
     def __call__(self, session: Session) -> dict[str, Any]:
-        """Train; returns losses, gradients of every step and the final weights and buffers."""
+        """Train; returns losses, gradients and their norm in every step, and the final weights, buffers and states."""
         torch.manual_seed(3)
         model = self.prepare(self.make_model())
         model.train()
         session.register(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-3)
-        seen: dict[str, Any] = {"losses": [], "gradients": []}
+        optimizer = session.optimizer(self.make_optimizer(trained))
+        seen: dict[str, Any] = {"losses": [], "gradients": [], "norms": []}
         for step in range(self.steps):
             for micro in range(self.num_micro_batches):
                 batch = self.make_batch(step * self.num_micro_batches + micro)
@@ -284,9 +298,12 @@ class Training:
                 seen["losses"].append(loss.detach().clone())
                 del loss
             seen["gradients"].append([None if p.grad is None else p.grad.clone() for p in trained])
+            if self.max_norm is not None:
+                seen["norms"].append(torch.nn.utils.clip_grad_norm_(trained, self.max_norm).detach().clone())
             optimizer.step()
             optimizer.zero_grad()
         seen["state"] = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        seen["optimizer"] = dict(sorted(optimizer.state_dict()["state"].items()))
         return seen
 
     def _autocast(self) -> AbstractContextManager[Any]:

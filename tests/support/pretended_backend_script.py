@@ -23,8 +23,8 @@ from lightning_ssd.optimizer.store.buffers import BufferPool
 from lightning_ssd.tiers import copy_paths
 from lightning_ssd.tiers.copy_paths import HostMover, StagedMover
 from lightning_ssd.tiers.streams import StreamCopies, _EventMark
+from tests.parity.models import FAMILIES
 from tests.parity.test_cuda import Place, Task, run
-from tests.parity.test_models import TRAININGS
 from tests.support.faults import FaultyBackend, eio, on_calls
 from tests.support.helpers import Session, Setup, Training, assert_identical, assert_parity, assert_released
 from tests.support.pretended_backend import NAME, BackendDevice, pretended_backend
@@ -202,9 +202,9 @@ def _make_small(patch: pytest.MonkeyPatch) -> None:
 
 
 def _run(name: str, directory: Path, device: BackendDevice, patch: pytest.MonkeyPatch) -> None:
-    if name in TRAININGS:
+    if name in FAMILIES:
         training, there = (
-            trained_there(TRAININGS[name]()),
+            trained_there(FAMILIES[name]()),
             {"_wrap_backend": lambda inner: WatchedBackend(inner, device)},
         )
         assert_parity(training, directory, setups=[Setup(verify="full")], device=NAME, **there)

@@ -1,0 +1,101 @@
+"""Train until a point of the second step, say so, and wait to be killed. Started by ``test_killed``.
+
+``python -m tests.parity.killed_script WHAT POINT DIRECTORY``
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_ssd.parameters.files.weight_files import WeightFiles
+from lightning_ssd.planning import update_memory
+from tests.parity.models import causal_batch, gpt2, hugging_face_loss
+from tests.support import everything_away
+from tests.support.everything_away import all_away, away_from_device, train
+from tests.support.helpers import open_offloader
+
+COUNTS: dict[str, int] = {}
+
+
+def reached(what: str, number: int) -> None:
+    """Stop at the chosen point when it is reached for the ``number``-th time."""
+    COUNTS[what] = COUNTS.get(what, 0) + 1
+    if what == sys.argv[2] and COUNTS[what] == number:
+        print("reached", os.getpid(), flush=True)
+        sys.stdin.read()
+
+
+class Stops(torch.optim.AdamW):
+    """Each subgroup is a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        if any(p.numel() > 5**4 for group in self.param_groups for p in group["params"]):  # no small copies
+            reached("update", 6)
+        return super().step(closure)
+
+
+def activations(directory: Path) -> None:
+    """Saved tensors alone."""
+    model = gpt2(hidden=160)
+    with open_offloader(directory) as offloader:
+        offloader.register_module(model)
+        for step in range(1000):
+            with offloader.saved_tensors():
+                loss = hugging_face_loss(model, causal_batch(step))
+                big = [torch.rand(1 << 20, requires_grad=True).sin().exp() for _ in range(8)]
+            offloader.flush()
+            reached("forward", 2)
+            (loss + sum(t.sum() for t in big)).backward()
+            offloader.end_backward()
+
+
+def model() -> nn.Module:
+    """GPT-2, with points in its second block."""
+    made: Any = gpt2(hidden=160)
+    layer = made.transformer.h[1].mlp.c_fc
+    layer.register_forward_hook(lambda *_: reached("forward", 2))
+    layer.weight.register_hook(lambda _: reached("backward", 2))
+    return made  # type: ignore[no-any-return]
+
+
+def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = Stops(parameters, lr=1e-3)
+    made.register_step_pre_hook(lambda *_: reached("between", 2))
+    return made
+
+
+def everything(directory: Path, opens: Any = all_away) -> None:
+    """Weights, gradients and states, in files."""
+    update_memory._MIN_SUBGROUP_BYTES = 64 << 10
+    write = WeightFiles.write
+
+    def writes(files: WeightFiles, *args: Any, **named: Any) -> Any:
+        reached("taking over", 5)
+        return write(files, *args, **named)
+
+    WeightFiles.write = writes  # type: ignore[method-assign]
+    everything_away.OPTIMIZERS["adamw"] = optimizer
+    reached("any", 1)
+    with opens(directory, activations="offload", per_parameter_optimizers="Stops") as offloader:
+        train(model, causal_batch, hugging_face_loss, offloader, steps=1000)
+
+
+def device(directory: Path) -> None:
+    """The same of a device whose copies end late."""
+    everything(directory, functools.partial(away_from_device, gradients="offload"))
+
+
+PROGRAMS: dict[str, Callable[[Path], None]] = {
+    program.__name__: program for program in (activations, everything, device)
+}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]](Path(sys.argv[3]))
