@@ -5,6 +5,7 @@ A :class:`Change` says what, and when. Each undoes itself, so that a step that w
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -105,18 +106,45 @@ class Change:
     """Whether an error is expected where blocks must be recomputed; else all is put back."""
 
 
-def _set(target: Callable[[Net], Any], name: str, value: Any) -> Scope:
+def _between(before: Callable[[Net], object], after: Callable[[Net], object]) -> Scope:
+    """Something that is done, and undone."""
+
+    @contextmanager
+    def scope(net: Net) -> Iterator[None]:
+        before(net)
+        try:
+            yield
+        finally:
+            after(net)
+
+    return scope
+
+
+def _set(target: Callable[[Any], Any], name: str, value: Any) -> Scope:
     """An attribute of something that all blocks have."""
 
     @contextmanager
     def scope(net: Net) -> Iterator[None]:
         with ExitStack() as stack:
             for block in net.blocks:
-                owner = target(block)  # type: ignore[arg-type]
-                had, before = name in (*vars(owner), *vars(owner).get("_buffers", ())), getattr(owner, name)
+                owner = target(block)
+                kept = vars(owner)
+                had = name in (*kept, *kept.get("_buffers", ()), *kept.get("_parameters", ()))
+                before = getattr(owner, name)
                 setattr(owner, name, value(block) if callable(value) else value)
                 stack.callback(setattr if had else lambda o, n, _: delattr(o, n), owner, name, before)
             yield
+
+    return scope
+
+
+def _item(place: Callable[[Net], Any], key: Any, value: Any) -> Scope:
+    """Of a container, where there was the same item before."""
+
+    def scope(net: Net) -> AbstractContextManager[None]:
+        before = place(net)[key]
+        put = operator.setitem
+        return _between(lambda _: put(place(net), key, value), lambda _: put(place(net), key, before))(net)
 
     return scope
 
@@ -125,118 +153,51 @@ def _set(target: Callable[[Net], Any], name: str, value: Any) -> Scope:
 def _hooked(net: Net) -> Iterator[None]:
     with ExitStack() as stack:
         for block in net.blocks:
-            handle = block.linear.register_forward_hook(lambda module, inputs, output: output * 2)
-            stack.callback(handle.remove)
+            stack.enter_context(block.linear.register_forward_hook(lambda module, inputs, output: output * 2))
         yield
 
 
-@contextmanager
-def _hooked_everywhere(net: Net) -> Iterator[None]:
-    handle = nn.modules.module.register_module_forward_hook(
+def _hooked_everywhere(net: Net) -> AbstractContextManager[Any]:
+    return nn.modules.module.register_module_forward_hook(
         lambda module, inputs, output: output * 2 if isinstance(module, nn.LayerNorm) else None
     )
-    with handle:
-        yield
 
 
-@contextmanager
-def _in_context(net: Net) -> Iterator[None]:
-    token = FACTOR.set(1.7)
-    try:
-        yield
-    finally:
-        FACTOR.reset(token)
+def _edited(tensor: Callable[[Any], torch.Tensor], *, by_data: bool = False) -> Scope:
+    """In place, where its version shows it; ``by_data``: unseen by any version."""
 
-
-@contextmanager
-def _default_dtype(net: Net) -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
-def _item(place: Callable[[Net], Any], key: Any, value: Any, net: Net) -> Iterator[None]:
-    before = place(net)[key]
-    place(net)[key] = value
-    try:
-        yield
-    finally:
-        place(net)[key] = before
-
-
-def _edited(tensor: Callable[[Block], torch.Tensor]) -> Scope:
     @contextmanager
     def scope(net: Net) -> Iterator[None]:
-        with torch.no_grad(), ExitStack() as stack:
-            for block in net.blocks:
-                edited = tensor(block)  # type: ignore[arg-type]
-                stack.callback(edited.copy_, edited.clone())
-                edited.mul_(3)
-            with torch.enable_grad():
-                yield
+        edited = [tensor(block).data if by_data else tensor(block) for block in net.blocks]
+        before = [each.detach().clone() for each in edited]
+        with torch.no_grad():
+            for each in edited:
+                each.mul_(3)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for each, value in zip(edited, before, strict=True):
+                    each.copy_(value)
 
     return scope
 
 
-def _other_data(tensor: Callable[[Block], torch.Tensor], *, swap: bool) -> Scope:
-    """Unseen by any version."""
+def _other_data(tensor: Callable[[Any], torch.Tensor]) -> Scope:
+    """In the place of the tensor's own."""
 
     @contextmanager
     def scope(net: Net) -> Iterator[None]:
-        pairs = [(tensor(block), tensor(block).data, tensor(block).data.clone()) for block in net.blocks]  # type: ignore[arg-type]
-        for owner, _, copy in pairs:
-            if swap:
-                owner.data = copy * 3
-            else:
-                owner.data.mul_(3)
+        before = [(tensor(block), tensor(block).data) for block in net.blocks]
+        for owner, data in before:
+            owner.data = data * 3
         try:
             yield
         finally:
-            for owner, before, copy in pairs:
-                if swap:
-                    owner.data = before
-                else:
-                    owner.data.copy_(copy)
+            for owner, data in before:
+                owner.data = data
 
     return scope
-
-
-def _frozen(net: Net) -> AbstractContextManager[Any]:
-    @contextmanager
-    def scope() -> Iterator[None]:
-        for block in net.blocks:
-            block.adapters.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for block in net.blocks:
-                block.adapters.requires_grad_(True)
-
-    return scope()
-
-
-@contextmanager
-def _evaluating(net: Net) -> Iterator[None]:
-    net.eval()
-    try:
-        yield
-    finally:
-        net.train()
-
-
-@contextmanager
-def _other_parameter(net: Net) -> Iterator[None]:
-    before = [block.norm.weight for block in net.blocks]
-    for block in net.blocks:
-        block.norm.weight = nn.Parameter(block.norm.weight.detach() * 3)
-    try:
-        yield
-    finally:
-        for block, weight in zip(net.blocks, before, strict=True):
-            block.norm.weight = weight
 
 
 def _other_weights(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -254,13 +215,12 @@ def _by_number(net: Net, number: int, name: str) -> None:
             setattr(block, name, 1.0 + number)
 
 
-@contextmanager
-def _gives_functions(net: Net) -> Iterator[None]:
-    net.gives_functions = True
-    try:
-        yield
-    finally:
-        net.gives_functions = False
+_bias: Callable[[Any], Any] = lambda block: block.adapters["one"].bias  # noqa: E731
+_scale: Callable[[Any], Any] = lambda block: block.scale  # noqa: E731
+_deterministic = torch.use_deterministic_algorithms
+_train_adapters: Callable[[Net, bool], None] = lambda net, on: [  # noqa: E731
+    block.adapters.requires_grad_(on) for block in net.blocks
+]
 
 
 CHANGES: dict[str, Change] = {
@@ -277,43 +237,48 @@ CHANGES: dict[str, Change] = {
     "forward of a class patched in backward": Change(
         later=_set(lambda block: Exponential, "forward", lambda block: lambda self, x: x.sin() * 2), refused=True
     ),
-    "context variable in forward": Change(around=_in_context),
-    "default dtype in backward": Change(later=_default_dtype, refused=True),
+    "context variable in forward": Change(around=_between(lambda net: FACTOR.set(1.7), lambda net: FACTOR.set(1.0))),
+    "default dtype in backward": Change(
+        later=_between(
+            lambda net: torch.set_default_dtype(torch.float64), lambda net: torch.set_default_dtype(torch.float32)
+        ),
+        refused=True,
+    ),
     "default device in backward": Change(later=lambda net: torch.device("meta")),
     "adapter name in forward": Change(
         around=lambda net: _set(lambda _: net.settings, "adapter", "two")(net), refused=True
     ),
-    "list in backward": Change(later=lambda net: _item(lambda net: net.blocks[0].factors, 0, 3.0, net)),  # type: ignore[attr-defined]
-    "closure over a loop variable": Change(around=_gives_functions, refused=True),
-    "buffer replaced": Change(later=_set(lambda block: block, "scale", lambda block: block.scale * 3)),
-    "parameter replaced": Change(later=_other_parameter),
-    "data of a buffer swapped": Change(later=_other_data(lambda block: block.scale, swap=True), refused=True),
-    "data of a parameter swapped": Change(
-        later=_other_data(lambda block: block.adapters["one"].bias, swap=True), refused=True
+    "list in backward": Change(later=_item(lambda net: net.blocks[0].factors, 0, 3.0)),  # type: ignore[attr-defined]
+    "closure over a loop variable": Change(
+        around=_between(
+            lambda net: setattr(net, "gives_functions", True), lambda net: setattr(net, "gives_functions", False)
+        ),
+        refused=True,
     ),
-    "data of a buffer edited": Change(later=_other_data(lambda block: block.scale, swap=False), refused=True),
+    "buffer replaced": Change(later=_set(lambda block: block, "scale", lambda block: block.scale * 3)),
+    "parameter replaced": Change(
+        later=_set(lambda block: block.norm, "weight", lambda block: nn.Parameter(block.norm.weight.detach() * 3))
+    ),
+    "data of a buffer swapped": Change(later=_other_data(_scale), refused=True),
+    "data of a parameter swapped": Change(later=_other_data(_bias), refused=True),
+    "data of a buffer edited": Change(later=_edited(_scale, by_data=True), refused=True),
     "buffer edited": Change(later=_edited(lambda block: block.shift), refused=True),
-    "bias edited": Change(later=_edited(lambda block: block.adapters["one"].bias), refused=True),
+    "bias edited": Change(later=_edited(_bias), refused=True),
     "sdpa_kernel in forward": Change(around=lambda net: sdpa_kernel(SDPBackend.MATH), refused=True),
-    "unfrozen before backward": Change(around=_frozen, refused=True),
+    "unfrozen before backward": Change(
+        around=_between(lambda net: _train_adapters(net, False), lambda net: _train_adapters(net, True)), refused=True
+    ),
     "attribute reset to None": Change(around=_set(lambda block: block, "mask", lambda block: torch.ones(WIDTH))),
     "parametrize.cached": Change(around=lambda net: parametrize.cached(), refused=True),
-    "training mode": Change(around=_evaluating),
+    "training mode": Change(around=_between(Net.eval, Net.train)),
     "autocast in forward": Change(around=lambda net: torch.autocast("cpu", dtype=torch.bfloat16)),
     "autocast in backward": Change(later=lambda net: torch.autocast("cpu", dtype=torch.bfloat16)),
-    "deterministic algorithms in backward": Change(later=lambda net: _deterministic()),
-    "out of reach": Change(later=lambda net: _item(lambda net: ELSEWHERE, "factor", 3.0, net), refused=True),
+    "deterministic algorithms in backward": Change(
+        later=_between(lambda net: _deterministic(True), lambda net: _deterministic(False))
+    ),
+    "out of reach": Change(later=_item(lambda net: ELSEWHERE, "factor", 3.0), refused=True),
 }
 """What may change; what lies outside of the contract, or was edited in place, is ``refused``."""
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @dataclass

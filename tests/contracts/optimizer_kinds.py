@@ -1,4 +1,4 @@
-"""Optimizers built like those that people use, which do more than update each parameter by itself."""
+"""Optimizers that are more than a step, for random programs. ``tests/optimizer/test_contract.py`` has more kinds."""
 
 from __future__ import annotations
 
@@ -77,44 +77,6 @@ class Lookahead(Optimizer):
         self.param_groups = self._base.param_groups
 
 
-class ScheduleFree(Momentum):
-    """Weights are those of training or of evaluation; to change them needs the states."""
-
-    def prepare(self) -> None:
-        for group in self.param_groups:
-            group.update(k=0, train_mode=True)
-
-    def new_state(self, p: torch.Tensor) -> dict[str, Any]:
-        return {"z": p.detach().clone(), "sq": torch.zeros_like(p)}
-
-    def _swap(self, weight: float, *, to_training: bool) -> None:
-        with torch.no_grad():
-            for group in self.param_groups:
-                if group.setdefault("train_mode", True) != to_training:
-                    for p in group["params"]:
-                        if "z" in self.state[p]:
-                            p.lerp_(self.state[p]["z"], weight)
-                    group["train_mode"] = to_training
-
-    def eval(self) -> None:
-        self._swap(1 - 1 / 0.9, to_training=False)
-
-    def train(self) -> None:
-        self._swap(1 - 0.9, to_training=True)
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-        return super().step(closure)
-
-    def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
-        state["sq"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
-        direction = p.grad / (state["sq"].sqrt() + 1e-3)
-        p.lerp_(state["z"], 0.25)
-        p.sub_(direction, alpha=rate / 100)
-        state["z"].sub_(direction, alpha=rate / 10)
-
-
 class OwnList(Momentum):
     """Finds its parameters in a list of its own."""
 
@@ -126,22 +88,6 @@ class OwnList(Momentum):
         for p in self.mine:
             if p.grad is not None:
                 p.sub_(p.grad, alpha=0.1)
-
-
-class DecaysAll(OwnList):
-    """Uses it in the fifth step only."""
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.t = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        self.t += 1
-        if self.t % 5 == 0:
-            for p in self.mine:
-                p.mul_(0.5)
-        return Momentum.step(self, closure)
 
 
 class Views(Momentum):
@@ -170,31 +116,6 @@ class TwoNames(Momentum):
         state["n"].mul_(0.5)
 
 
-class LateAlias(Momentum):
-    """The second step finds two states, and makes one a view of the other."""
-
-    def new_state(self, p: torch.Tensor) -> dict[str, Any]:
-        return {"m": torch.zeros_like(p), "n": torch.zeros_like(p), "t": 0}
-
-    def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
-        state["t"] += 1
-        if state["t"] == 2:
-            state["n"] = state["m"].view_as(state["m"])
-        state["n"].mul_(0.75)
-        super().update(p, state, rate)
-
-
-class KeepsParameter(Momentum):
-    """A state that shows the parameter itself."""
-
-    def new_state(self, p: torch.Tensor) -> dict[str, Any]:
-        return {**super().new_state(p), "weight": p.detach()}
-
-    def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
-        super().update(p, state, rate)
-        state["weight"].mul_(0.75)
-
-
 class KeepsGradient(Momentum):
     """A state that shows the gradient, which the next backward writes to."""
 
@@ -219,95 +140,11 @@ class OneForAll(Momentum):
                     p.sub_(p.grad, alpha=float(1 / self.state[p]["t"]))
 
 
-class FlatBuffer(Momentum):
-    """States of all parameters in one buffer, side by side."""
-
-    def prepare(self) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        buffer = torch.zeros(sum(p.numel() for p in parameters))
-        for p, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
-            self.state[p]["m"] = part.view_as(p)
-
-
-class HoldsStates(Momentum):
-    """Knows its states' tensors from an attribute, too, and changes them there."""
-
-    def prepare(self) -> None:
-        self.known: dict[torch.Tensor, torch.Tensor] = {}
-
-    def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
-        self.known.setdefault(p, state["m"]).mul_(0.5)
-        super().update(p, state, rate)
-
-
-class LooksLater(HoldsStates):
-    """Looks at its states in another way from the third update on."""
-
-    def new_state(self, p: torch.Tensor) -> dict[str, Any]:
-        return {**super().new_state(p), "t": 0}
-
-    def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
-        state["t"] += 1
-        if state["t"] >= 3:
-            if p not in self.known:
-                self.known[p] = state["m"].detach()
-            self.known[p].mul_(0.5)
-        Momentum.update(self, p, state, rate)
-
-
-class LooksWhenLoaded(HoldsStates):
-    """Looks at the states that a load has brought."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.known = {p: each["m"].detach() for p, each in self.state.items() if "m" in each}
-
-    def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
-        if p in self.known:
-            self.known[p].mul_(0.5)
-        Momentum.update(self, p, state, rate)
-
-
-class ReturnsNorm(Momentum):
-    """As some do, for logging."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        super().step(closure)
-        return sum(float(p.grad.norm()) for g in self.param_groups for p in g["params"] if p.grad is not None)
-
-
 class ReturnsText(Momentum):
     """The same each time."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         return "done", super().step(closure)
-
-
-class ReturnsNothing(Momentum):
-    """Not even the loss."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-
-
-class Clips(Momentum):
-    """By the norm of all gradients, which shows nowhere."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([g.norm() for g in gradients]).norm() if gradients else 1.0
-        for gradient in gradients:
-            gradient.div_(norm)
-        return super().step(closure)
-
-
-class EvaluatesTwice(Momentum):
-    """As SAM does."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = super().step(closure)
-        return loss if closure is None else closure() + loss
 
 
 class OwnLoad(Momentum):
@@ -337,10 +174,6 @@ KINDS: dict[str, Callable[[Any, Offload], Optimizer]] = {
     "around": lambda p, offload: Lookahead(offload(_adamw(p))),
     **{
         kind.__name__: lambda p, offload, kind=kind: offload(kind(p))  # type: ignore[misc]
-        for kind in (
-            *(Momentum, ScheduleFree, OwnList, DecaysAll, Views, TwoNames, LateAlias, KeepsParameter, KeepsGradient),
-            *(OneForAll, FlatBuffer, HoldsStates, ReturnsNorm, ReturnsText, ReturnsNothing, Clips, EvaluatesTwice),
-            *(OwnLoad, LooksLater, LooksWhenLoaded),
-        )
+        for kind in (Momentum, OwnList, Views, TwoNames, KeepsGradient, OneForAll, ReturnsText, OwnLoad)
     },
 }

@@ -205,13 +205,6 @@ def use_closure(training: Training) -> None:
     training.has_closure = not training.has_closure
 
 
-def train_and_eval(training: Training) -> None:
-    if hasattr(training.optimizer, "eval"):
-        training.optimizer.eval()
-        training.values.append([p.detach().sum() for p in training.parameters])
-        training.optimizer.train()
-
-
 def edit_in_hooks(training: Training) -> None:
     def halve(optimizer: Any, *_: Any) -> None:
         state = optimizer.state.get(training.first, {})
@@ -246,7 +239,7 @@ ACTIONS: dict[str, Callable[[Training], None]] = {
     action.__name__: action
     for action in (
         *(zero, prune, replace, delete, delete_item, clear, assign, hold, zero_held, let_go, read, densify, share),
-        *(alias, edit_alias, add_group, freeze, schedule, scheduler, skip, use_closure, train_and_eval),
+        *(alias, edit_alias, add_group, freeze, schedule, scheduler, skip, use_closure),
         *(edit_in_hooks, checkpoint, own_step),
     )
 }

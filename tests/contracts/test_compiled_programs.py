@@ -43,15 +43,11 @@ def compare(program: CompiledProgram, mode: str, directory: Path) -> None:
     ("compiled", "when", "mode"),
     [
         ("block.compile()", "after registering", "recompute"),
-        ("block.compile()", "after a step", "recompute_offload"),
-        ("torch.compile(block)", "after registering", "recompute"),
-        ("block.forward", "before registering", "recompute"),
+        ("torch.compile(block)", "after a step", "recompute_offload"),
         ("block.forward", "after registering", "auto"),
         ("model.compile()", "after registering", "recompute_offload"),
-        ("torch.compile(model)", "after registering", "auto"),
         ("torch.compile(model)", "before registering", "recompute"),
         ("a part of a block", "after registering", "recompute"),
-        ("a function in a block", "before registering", "recompute_offload"),
         ("a function in a block", "after a step", "everything"),
         ("the loss", "after registering", "offload"),
     ],
@@ -60,7 +56,7 @@ def test_what_is_compiled_stays_compiled(compiled: str, when: str, mode: str, tm
     compare(CompiledProgram(compiled, when, has_function=when == "after registering", is_chunked=True), mode, tmp_path)
 
 
-@pytest.mark.parametrize("change", ["forward replaced", "parametrized", "hooks added", "unfrozen", "a part replaced"])
+@pytest.mark.parametrize("change", ["parametrized", "hooks added", "unfrozen"])
 def test_what_is_changed_after_it_was_registered(change: str, tmp_path: Path) -> None:
     compare(CompiledProgram(change=change), "everything" if change == "unfrozen" else "recompute", tmp_path)
 
