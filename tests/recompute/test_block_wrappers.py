@@ -77,37 +77,27 @@ def test_a_stateful_argument_runs_plainly_and_says_so_once() -> None:
         assert blocks.refused == {}
 
 
-def test_an_edit_of_an_input_raises_where_it_was_not_known() -> None:
-    block = Edits()
+def test_edits_between_forward_and_backward_raise() -> None:
+    """Of an input, by the block or its caller, and of what plain PyTorch does not save but a repetition needs."""
     with (
-        Blocks({"block": block}) as blocks,
+        Blocks({"block": (edits := Edits())}) as blocks,
         blocks.observe(Watch(recompute=True)),
         pytest.raises(ConfigError, match="Edits edits an input in place"),
     ):
-        block(torch.ones(2, 6))
-
-
-def test_a_caller_that_edits_the_input_raises_in_backward() -> None:
-    block = Half()
-    x = torch.ones(2, 6)
-    with Blocks({"block": block}) as blocks, blocks.observe(Watch(recompute=True)):
-        y = block(x)
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-def test_weights_that_change_before_backward_raise() -> None:
-    block = Half()
+        edits(torch.ones(2, 6))
+    block, x = Half(), torch.ones(2, 6)
     with Blocks({"block": block}) as blocks:
         with blocks.observe(Watch(recompute=True)):
-            y = block(torch.ones(2, 6))
+            losses = [block(given).sum() for given in (x, torch.ones(2, 6))]
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            losses[0].backward()
         with torch.no_grad():
-            block.linear.bias.add_(1)  # not saved by plain PyTorch, but needed to recompute
+            block.linear.bias.add_(1)
         with pytest.raises(
             RuntimeError, match=r"block 'block' \(Half\).*Linear.bias was modified by an inplace operation"
         ):
-            y.sum().backward()
+            losses[1].backward()
 
 
 # -- installing and removing -----------------------------------------------------------------------------------------
@@ -209,13 +199,6 @@ def test_a_block_that_got_another_forward_is_told_of_once() -> None:
             around(replaced(x)).sum().backward()
 
 
-def test_a_module_in_two_places_has_one_wrapper() -> None:
-    block = Half()
-    with Blocks({"a": block, "b": block}) as blocks:
-        assert blocks.names == ("a",)
-    assert "forward" not in block.__dict__
-
-
 def test_no_reference_cycle_keeps_a_model() -> None:
     model = chain()
     blocks = Blocks(find_blocks(model))
@@ -240,6 +223,7 @@ def test_the_class_may_change_later() -> None:
     block = Half()
     x = torch.ones(2, 6)
     expected = block(x)
-    with Blocks({"block": block}):
+    with Blocks({"block": block, "in another place": block}) as blocks:
+        assert blocks.names == ("block",)
         block.__class__ = type("Sharded", (Half,), {"forward": lambda self, x: Half.forward(self, x) + 1})
         assert torch.equal(block(x), expected + 1)

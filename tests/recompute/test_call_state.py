@@ -74,6 +74,7 @@ def test_one_interrupt_anywhere_leaves_all_as_it_was() -> None:
     assert num > 100
 
 
+@pytest.mark.exhaustive
 def test_the_check_of_interrupts_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def once(call: Any, undo: Any) -> Any:
         try:
