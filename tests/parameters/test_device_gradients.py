@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import gc
-import logging
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,29 +14,21 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.errors import OffloaderClosedError, StorageError
-from lightning_ssd.parameters.device_pager import _guarding_lost_weights
+from lightning_ssd import Offloader, OffloadPolicy
 from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.planning import update_memory
 from tests.parameters.test_device_training import (
-    HOSTILE,
     NUM_BYTES,
     NUM_WEIGHTS,
-    USES,
     Uncounted,
-    losses_of_all_weights,
 )
 from tests.parameters.test_device_weights import eventually
-from tests.parameters.test_everything_away import HOLDERS, PROGRAMS, Loop, gradient_twice
-from tests.parameters.test_paged_weights import MIN_TENSOR, batches, same
-from tests.support.faults import FaultyBackend, always, eio, enospc
-from tests.support.interrupted_points import PointsIn
-from tests.support.late import late_copies
-from tests.support.late_offloaders import late_offloaders
-from tests.support.pairs import pairwise
-from tests.support.pretended_training import on, pretended_device
-from tests.support.pretended_weights import weights_of
+from tests.parameters.test_everything_away import (
+    HOLDERS,
+    gradient_twice,
+)
+from tests.support.offloaders import offloaders
+from tests.support.weight_loops import MIN_TENSOR, Loop, batches, same
 
 GRADIENTS = {"gradients": "offload", "optimizer_states": "offload"}
 NUM_GRADIENTS = NUM_WEIGHTS
@@ -62,7 +51,7 @@ def policy(**options: Any) -> OffloadPolicy:
 @pytest.fixture
 def opened(spill_dir: Path) -> Iterator[Opened]:
     """Makes offloaders for a device whose copies end late; they are closed at the end."""
-    with late_offloaders(spill_dir, policy) as make:
+    with offloaders(spill_dir, policy, is_late=True) as make:
         yield make
 
 
@@ -93,14 +82,6 @@ def backward(loop: Loop, *, step: int = 0) -> None:
 
 
 # -- the bits of plain training ----------------------------------------------------------------------------------------
-
-
-@pairwise("program, activations, parameters", PROGRAMS, ["keep", "offload", "recompute"], ["keep", "offload"])
-def test_bits(program: str, activations: str, parameters: Any, opened: Opened) -> None:
-    options = PROGRAMS[program]
-    expected = Loop(**options).run().result()
-    offloader = opened(activations=activations, parameters=parameters)
-    assert same(Loop(offloader, **options).run().result(), expected)
 
 
 @pytest.mark.parametrize("host_memory", [0, "1GiB"])
@@ -218,9 +199,11 @@ class Scaled:
         self.found += self.loop.result()
 
 
-@pytest.mark.parametrize("parameters", ["keep", "offload"])
-def test_a_scaler(parameters: Any, opened: Opened) -> None:
-    plain, offloaded = Scaled(None), Scaled(opened(parameters=parameters))
+@pytest.mark.parametrize(
+    "options", [{}, {"parameters": "offload"}, {"parameters": "offload", "gradients": "keep"}], ids=str
+)
+def test_a_scaler(options: dict[str, Any], opened: Opened) -> None:
+    plain, offloaded = Scaled(None), Scaled(opened(**options))
     assert len({float(scale) for scale in plain.found[1:12:2]}) > 1
     assert same(
         [torch.nan_to_num(one.float()) for one in offloaded.found],
@@ -271,19 +254,6 @@ def test_what_an_update_does_to_gradients_unseen_is_not_lost(make: Any, opened: 
             assert have_left(offloader, loop.model)
         found.append([*(p.grad.clone() for p in loop.model.parameters()), *loop.result()])
     assert same(*found)
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("does", HOSTILE)
-def test_what_is_done_between_steps(does: Any, activations: str, opened: Opened) -> None:
-    plain = Loop(after_step=does).run(5)
-    loop = Loop(opened(activations=activations, parameters="offload"), after_step=does).run(5)
-    assert same(loop.result(), plain.result())
-
-
-@pytest.mark.parametrize("name", USES)
-def test_losses_with_weights_themselves(name: str, opened: Opened) -> None:
-    assert same(losses_of_all_weights(opened(), USES[name]), losses_of_all_weights(None, USES[name]))
 
 
 # -- programs that are not kind to gradients ---------------------------------------------------------------------------
@@ -363,115 +333,19 @@ def _shared(model: nn.Module, optimizer: Any, step: int) -> None:
 UNKIND = [_array, _views, _kept, _exchanged, _one_for_two, _copied, _noise, _foreach, _counted, _operator, _shared]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("does", UNKIND)
+@pytest.mark.parametrize(
+    ("does", "set_to_none"),
+    [
+        pytest.param(does, is_none, marks=() if (number + is_none) % 2 else pytest.mark.exhaustive)
+        for number, does in enumerate(UNKIND)
+        for is_none in (True, False)
+    ],
+)
 def test_what_is_done_to_gradients(does: Any, set_to_none: bool, opened: Opened) -> None:
     options = {"before_step": does, "accumulate": 2, "set_to_none": set_to_none}
     plain, loop = Loop(**options).run(4), Loop(opened(), **options).run(4)
     assert same(loop.result(), plain.result())
     assert same(loop.model.__dict__.get("held", []), plain.model.__dict__.get("held", []))
-
-
-def load_others(model: nn.Module) -> None:
-    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
-
-
-def swap_with_each_other(model: nn.Module) -> None:
-    torch.utils.swap_tensors(model.blocks[0].up.weight, model.blocks[1].up.weight)
-
-
-def swap_with_a_tensor(model: nn.Module) -> None:
-    torch.utils.swap_tensors(model.blocks[1].up.weight, nn.Parameter(torch.ones_like(model.blocks[1].up.weight)))
-
-
-def swap_gradients_too(model: nn.Module) -> None:
-    model._apply(torch.clone)  # what .to() does to all tensors
-
-
-@pytest.mark.parametrize("options", [{}, {"parameters": "offload"}, {"parameters": "offload", "gradients": "keep"}])
-@pytest.mark.parametrize("when", ["before_step", "after_step"])
-@pytest.mark.parametrize("does", [load_others, swap_with_each_other, swap_with_a_tensor, swap_gradients_too])
-def test_swapping_tensors(does: Any, when: str, options: Any, opened: Opened) -> None:
-    """PyTorch loses the hooks of what is swapped: its gradients stay until the module is registered again."""
-
-    def run(offloader: Offloader | None) -> Loop:
-        def swap(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-            if step == 1:
-                does(model)
-            elif step == 2 and offloader is not None:
-                offloader.register_module(model)
-
-        loop = Loop(offloader, **{when: swap})  # type: ignore[arg-type]
-        return loop.run(5)
-
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        offloader = opened(**options)
-        loop, plain = run(offloader), run(None)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert same(loop.result(), plain.result())
-    backward(loop)
-    if options.get("gradients") != "keep":
-        assert have_left(offloader, loop.model)
-
-
-@pytest.mark.parametrize("is_closed", [False, True])
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("does", [load_others, swap_with_a_tensor])
-def test_hooks_of_the_user_run_after_a_swap(does: Any, register: str, is_closed: bool, opened: Opened) -> None:
-    """A swap leaves a dictionary of hooks that nobody calls; one of ours would swallow the user's."""
-
-    def run(offloader: Offloader | None) -> tuple[int, list[torch.Tensor]]:
-        loop, called = Loop(offloader), []
-        backward(loop)
-        if is_closed and offloader is not None:
-            offloader.close()
-            loop.offloader = None
-        loop.model.zero_grad()
-        does(loop.model)
-        parameter = loop.model.blocks[1].up.weight
-        getattr(parameter, register)(called.append)
-        backward(loop, step=1)
-        return len(called), [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
-
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        (num, gradients), (num_plain, plain) = run(opened()), run(None)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert num == num_plain == 1
-    assert same(gradients, plain)
-
-
-def test_a_conversion_that_is_refused_loses_no_gradient(opened: Opened) -> None:
-    """Module.to() takes the gradient away meanwhile, and gives it back."""
-
-    def run(offloader: Offloader | None) -> list[torch.Tensor]:
-        loop = Loop(offloader)
-        backward(loop)
-        assert offloader is None or have_left(offloader, loop.model)
-        weight = loop.model.blocks[0].up.weight
-        seen = weight.view_as(weight)
-        with pytest.raises(RuntimeError, match="Couldn't swap"):
-            loop.model.blocks[0].up._apply(torch.clone)
-        del seen
-        backward(loop, step=1)
-        return [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
-
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        assert same(run(opened()), run(None))
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-def test_tensors_can_be_swapped_after_closing(opened: Opened) -> None:
-    offloader = opened(parameters="offload")
-    model = Loop(offloader).run(2).model
-    offloader.close()
-    swap_with_each_other(model)
-    assert pager_of(offloader) not in _guarding_lost_weights  # gradients that nobody has are not lost
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -591,256 +465,3 @@ def test_gradients_of_gradients_stay(opened: Opened) -> None:
         found.append([gradient.detach().clone(), *torch.autograd.grad(gradient.square().sum(), layer.weight)])
         layer.weight.grad = None
     assert same(*found)
-
-
-# -- memory, drives, the end -------------------------------------------------------------------------------------------
-
-
-def test_what_wears_drives_is_told_before_the_first_step(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "lightning_ssd"):
-        Loop(opened(host_memory=0))
-        Loop(opened(host_memory="1GiB"))
-    told = [record.getMessage() for record in caplog.records if "each backward writes" in record.getMessage()]
-    assert "of gradients wait between backward and update" in told[0]
-    assert "writes 0.00" not in told[0]
-    assert "writes 0.00" in told[1] or "writes 0 " in told[1]
-
-
-def test_places_come_back(opened: Opened) -> None:
-    offloader = opened()
-    tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
-    loop = Loop(offloader).run(2)
-    used = []
-    for _ in range(4):
-        loop.run(1)
-        offloader.send_out_weights()
-        used.append((sum(arena.used_bytes for arena in tier._arenas), len(pager_of(offloader).units)))
-    assert used == [(0, used[0][1])] * 4
-
-
-def test_of_models_that_are_gone_nothing_is_left(opened: Opened) -> None:
-    offloader = opened()
-    offloader.expect_no_optimizer()
-    tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
-    for _ in range(3):
-        loop = Loop()
-        offloader.register_module(loop.model)
-        loop.offloader = offloader
-        backward(loop)
-        del loop
-        gc.collect()
-        offloader.send_out_weights()
-    assert eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
-    assert not pager_of(offloader).weights
-
-
-def test_a_drive_that_cannot_write_keeps_them_on_the_device(opened: Opened) -> None:
-    offloader = opened(_wrap_backend=lambda backend: FaultyBackend(backend, fail_write=lambda number: eio()))
-    loop = Loop(offloader)
-    with pytest.warns(UserWarning, match="cannot be written|could not be written"):  # states', too
-        loop.run(3)
-    assert gone(loop.model) == []
-    assert same(loop.found, Loop().run(3).found)
-
-
-def test_after_closing_they_are_plain_tensors(opened: Opened) -> None:
-    offloader, plain = opened(), Loop()
-    loop = Loop(offloader)
-    backward(loop)
-    assert have_left(offloader, loop.model)
-    offloader.close()
-    loop.offloader = None
-    backward(plain)
-    for one in (loop, plain):
-        backward(one, step=1)
-    assert {type(p.grad) for p in loop.model.parameters()} == {torch.Tensor}
-    assert same([p.grad for p in loop.model.parameters()], [p.grad for p in plain.model.parameters()])
-
-
-def test_who_uses_a_lost_gradient_is_refused(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    offloader = opened()
-    loop = Loop(offloader)
-    backward(loop)
-    assert have_left(offloader, loop.model)
-
-    def full(storage: torch.UntypedStorage, nbytes: int) -> None:
-        raise torch.OutOfMemoryError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.UntypedStorage, "resize_", full)
-        with pytest.warns(UserWarning, match="gradients do not fit on the device"):
-            offloader.close()
-    parameter = next(p for name, p in loop.model.named_parameters() if name in gone(loop.model))
-    with pytest.raises(OffloaderClosedError):
-        parameter.grad.sum()
-    loop.offloader = None
-    with pytest.raises(OffloaderClosedError):
-        backward(loop, step=1)
-    loop.model.zero_grad()
-    backward(loop, step=1)
-    assert type(parameter.grad) is torch.Tensor
-
-
-def test_a_drive_that_does_not_give_them_back_ends_training(opened: Opened) -> None:
-    faulty: list[FaultyBackend] = []
-
-    def wrap(backend: Any) -> Any:
-        faulty.append(FaultyBackend(backend))
-        return faulty[-1]
-
-    offloader = opened(_wrap_backend=wrap)
-    loop = Loop(offloader)
-    backward(loop)
-    assert have_left(offloader, loop.model)
-    for one in faulty:
-        one.fail_read = lambda number: eio()
-    with pytest.raises(StorageError, match="injected"):
-        backward(loop, step=1)
-    for one in faulty:
-        one.fail_read = None
-
-
-def clip(model: nn.Module) -> torch.Tensor:
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-
-class Failing:
-    """Drives that fail from :meth:`begin` on, until they are told to stop."""
-
-    def __init__(self, window: str, **fails: Callable[[], BaseException]) -> None:
-        self._window, self._fails = window, fails
-        self._backends: list[FaultyBackend] = []
-
-    def wrap(self, backend: Any) -> FaultyBackend:
-        self._backends.append(FaultyBackend(backend))
-        return self._backends[-1]
-
-    def begin(self, window: str) -> None:
-        """A part of a step begins: in one of them the drives fail."""
-        for name, error in self._fails.items():
-            for backend in self._backends:
-                setattr(backend, name, always(error) if window == self._window else None)
-
-
-@pytest.mark.parametrize("failure", [eio, enospc])
-@pytest.mark.parametrize("window", ["moving out", "accumulation", "clipping", "update"])
-def test_a_drive_that_takes_nothing_for_a_while_costs_no_bit(window: str, failure: Any, opened: Opened) -> None:
-    failing, found = Failing(window, fail_write=failure), []
-    for offloader in (None, opened(_wrap_backend=failing.wrap)):
-        loop, seen = Loop(offloader), []
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*(cannot|could not) be written")
-            for step in range(3):
-                failing.begin("moving out")
-                backward(loop, step=2 * step)
-                failing.begin("accumulation")
-                backward(loop, step=2 * step + 1)
-                failing.begin("clipping")
-                seen += [clip(loop.model), *(p.grad.clone() for p in loop.model.parameters())]
-                failing.begin("update")
-                loop.optimizer.step()
-                failing.begin("end")
-                loop.optimizer.zero_grad()
-        found.append([*seen, *loop.result()])
-    assert same(*found)
-
-
-@pytest.mark.parametrize("window", ["accumulation", "clipping", "update"])
-def test_a_drive_that_gives_nothing_back_says_what_to_do(window: str, opened: Opened) -> None:
-    failing = Failing(window, fail_read=eio)
-    offloader = opened(_wrap_backend=failing.wrap)
-    loop, plain = Loop(offloader), Loop()
-    backward(loop)
-    assert have_left(offloader, loop.model)
-    does: dict[str, Callable[[], object]] = {
-        "accumulation": lambda: backward(loop, step=1),
-        "clipping": lambda: clip(loop.model),
-        "update": lambda: loop.optimizer.step(),
-    }
-    failing.begin(window)
-    with pytest.raises(StorageError) as refused:
-        does[window]()
-    failing.begin("end")
-    assert "from a checkpoint" in " ".join([str(refused.value), *getattr(refused.value, "__notes__", ())])
-    if window == "update":
-        with pytest.raises(RuntimeError, match="an earlier step of this optimizer is incomplete"):
-            loop.optimizer.step()
-        return
-    loop.optimizer.zero_grad()  # what was lost is made anew
-    offloader.send_out_weights()
-    assert same(loop.run(2).result(), plain.run(2).result())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parameters", [pytest.param("keep", marks=pytest.mark.exhaustive), "offload"])
-def test_an_interrupt_at_each_point_leaves_gradients_as_they_were_or_became(parameters: Any, spill_dir: Path) -> None:
-    """In accumulation, clipping and update. Then the last checkpoint is loaded, and the step repeated."""
-
-    def step(loop: Loop, seen: list[list[torch.Tensor]] | None = None) -> None:
-        for number in range(2):
-            backward(loop, step=number)
-            if seen is not None:
-                seen.append([p.grad.clone() for p in loop.model.parameters()])
-        clip(loop.model)
-        if seen is not None:
-            seen.append([p.grad.clone() for p in loop.model.parameters()])
-        loop.optimizer.step()
-
-    def load(loop: Loop) -> None:
-        loop.optimizer.zero_grad()
-        loop.model.load_state_dict(weights)
-        loop.optimizer.load_state_dict(copy.deepcopy(states))
-        loop.found.clear()
-
-    names = ("device_gradients", "device_moves")
-    points, num = PointsIn(*(f"parameters/{name}.py" for name in names)), 0
-    with (
-        late_copies(max_delay_s=0) as copies,
-        Offloader(
-            policy=policy(parameters=parameters), hardware=HardwareProfile(paths=[spill_dir]), _copies=copies
-        ) as offloader,
-    ):
-        loop = Loop(offloader).run(1)
-        weights = {name: value.clone() for name, value in loop.model.state_dict().items()}
-        states = copy.deepcopy(loop.optimizer.state_dict())
-        plain, seen = Loop(), []
-        load(plain)
-        step(plain, seen)
-        expected = plain.result()
-        load(loop)
-        while (where := points.interrupt(lambda: step(loop))) is not None:
-            num += 1
-            for number, parameter in enumerate(loop.model.parameters()):
-                if parameter.grad is not None:
-                    found = parameter.grad.clone()
-                    assert any(torch.equal(found, gradients[number]) for gradients in seen), where
-            load(loop)
-            step(loop)
-            assert same(loop.result(), expected), where
-            load(loop)
-        assert num > 50
-        load(loop)  # the last step was not interrupted, and has left gradients
-        gc.collect()
-        assert eventually(offloader, lambda: not pager_of(offloader).weights)
-        if parameters == "keep":
-            tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
-            assert eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
-
-
-# -- on a device whose races are faults --------------------------------------------------------------------------------
-
-
-@pairwise(
-    "program, host_memory, seed",
-    ["adamw", "accumulated zeros", "clip norm", "edited gradients", "checkpointed"],
-    [0, "1MiB", "1GiB"],
-    range(2),
-)
-def test_no_race(program: str, host_memory: Any, seed: int, spill_dir: Path) -> None:
-    options = PROGRAMS[program]
-    expected = Loop(**options).run(3).result()
-    with pretended_device(seed=seed) as device, weights_of(device):
-        hardware = HardwareProfile(paths=[spill_dir], host_memory=host_memory)
-        with Offloader(policy=policy(parameters="offload"), hardware=hardware, **on(device)) as offloader:
-            assert same(Loop(offloader, **options).run(3).result(), expected)
-    assert not device.faults, set(device.faults)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
-import gc
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +19,28 @@ from lightning_ssd.parameters.guard.guard import GUARDED
 from lightning_ssd.planning import update_memory
 from tests.parameters.test_device_weights import away, eventually
 from tests.parameters.test_everything_away import (  # noqa: F401  # these are tests, here with our own offloaders
-    PROGRAMS,
-    Loop,
     test_after_closing_training_goes_on_in_memory,
-    test_bits,
     test_resuming_from_state_dicts,
 )
-from tests.parameters.test_paged_weights import (
+from tests.support.faults import FaultyBackend, eio
+from tests.support.interrupted_points import Checkpoint, PointsIn
+from tests.support.late import late_copies
+from tests.support.offloaders import offloaders
+from tests.support.pairs import each_once
+from tests.support.pretended import PretendedDevice
+from tests.support.pretended_training import on, pretended_device
+from tests.support.pretended_weights import weights_of
+from tests.support.weight_loops import (
     MIN_TENSOR,
     NUM_BLOCKS,
     VOCABULARY,
     WIDTH,
     Block,
+    Loop,
     batches,
     equal_weights,
     same,
 )
-from tests.support.faults import FaultyBackend, eio
-from tests.support.helpers import meaning_of
-from tests.support.interrupted_points import PointsIn
-from tests.support.late import late_copies
-from tests.support.late_offloaders import late_offloaders
-from tests.support.pretended import PretendedDevice
-from tests.support.pretended_training import on, pretended_device
-from tests.support.pretended_weights import weights_of
 
 TRAINED = {"parameters": "offload", "optimizer_states": "offload"}
 NUM_WEIGHTS = 1 + 3 * NUM_BLOCKS
@@ -70,7 +65,7 @@ def policy(**options: Any) -> OffloadPolicy:
 @pytest.fixture
 def opened(spill_dir: Path) -> Iterator[Opened]:
     """Makes offloaders for a device whose copies end late; they are closed at the end."""
-    with late_offloaders(spill_dir, policy) as make:
+    with offloaders(spill_dir, policy, is_late=True) as make:
         yield make
 
 
@@ -282,209 +277,6 @@ def test_an_optimizer_that_touches_others_is_found_out_while_they_are_away(opene
     ALL.clear()
 
 
-# -- programs that are not kind to weights -----------------------------------------------------------------------------
-
-
-def _view_held(model: nn.Module, optimizer: Any, step: int) -> None:
-    model.__dict__.setdefault("held", []).append(model.blocks[1].up.weight.detach()[3:7])
-
-
-def _rows_of_held_views(model: nn.Module, optimizer: Any, step: int) -> None:
-    _view_held(model, optimizer, step)
-    with torch.no_grad():
-        model.held[-1].mul_(0.5)
-
-
-def _data(model: nn.Module, optimizer: Any, step: int) -> None:
-    model.blocks[0].down.weight.data.mul_(0.9)
-    model.blocks[2].up.weight.data = model.blocks[2].up.weight.data * 0.5
-    model.embedding.weight.detach().numpy()[3] += 0.5
-
-
-def _averaged(model: nn.Module, optimizer: Any, step: int) -> None:
-    average = model.__dict__.setdefault("average", [torch.zeros_like(p) for p in model.parameters()])
-    with torch.no_grad():
-        for held, parameter in zip(average, model.parameters(), strict=True):
-            held.lerp_(parameter, 0.1)
-        if step == 2:
-            for held, parameter in zip(average, model.parameters(), strict=True):
-                parameter.copy_(held)
-
-
-def _loaded(model: nn.Module, optimizer: Any, step: int) -> None:
-    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
-
-
-def _toggled(model: nn.Module, optimizer: Any, step: int) -> None:
-    for number, block in enumerate(model.blocks):
-        block.requires_grad_((number + step) % 2 == 0)
-    model.embedding.weight.requires_grad = step != 1
-
-
-def _given_another(model: nn.Module, optimizer: Any, step: int) -> None:
-    """A parameter that the optimizer does not know."""
-    model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach() * 2)
-
-
-def _norm_of_all(model: nn.Module, optimizer: Any, step: int) -> None:
-    norm = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()])
-    model.__dict__.setdefault("norms", []).append(norm)
-    for parameter in model.parameters():
-        parameter.data.div_(norm).mul_(3.0)
-
-
-def _decay(weight: torch.Tensor) -> None:
-    weight.grad.add_(weight.detach(), alpha=1e-3)  # type: ignore[union-attr]
-
-
-def _hooked(model: nn.Module, optimizer: Any, step: int) -> None:
-    if step == 0:
-        for block in model.blocks:
-            block.up.weight.register_hook(lambda gradient, w=block.up.weight: gradient + 1e-3 * w.detach())
-            block.down.weight.register_post_accumulate_grad_hook(_decay)
-
-
-def _states_read(model: nn.Module, optimizer: Any, step: int) -> None:
-    for parameter in model.blocks[1].parameters():
-        optimizer.state[parameter]["exp_avg"].mul_(0.5)
-
-
-HOSTILE = [
-    *(_view_held, _rows_of_held_views, _data, _averaged, _loaded, _toggled, _given_another, _norm_of_all),
-    *(_hooked, _states_read),
-]
-
-
-@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
-@pytest.mark.parametrize("does", HOSTILE)
-def test_what_is_done_between_steps(does: Any, activations: str, opened: Opened) -> None:
-    plain = Loop(after_step=does).run(5)
-    loop = Loop(opened(activations=activations), after_step=does).run(5)
-    assert same(loop.result(), plain.result())
-    for name in ("held", "average", "norms"):
-        assert same(loop.model.__dict__.get(name, []), plain.model.__dict__.get(name, []))
-
-
-def losses_of_all_weights(offloader: Offloader | None, use: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """Trains on a loss to which all weights contribute outside of their blocks, too."""
-    loop = Loop(offloader)
-    loss_of = loop._loss
-    loop._loss = lambda ids: loss_of(ids) + use(loop.model)  # type: ignore[method-assign]
-    return loop.run().result()
-
-
-def _penalty_of_gradients(model: nn.Module) -> torch.Tensor:
-    """Gradients of gradients."""
-    loss = model.blocks[1](torch.ones(2, WIDTH)).square().mean()
-    weights = [model.blocks[1].up.weight, model.blocks[1].down.weight]
-    return sum(g.square().sum() for g in torch.autograd.grad(loss, weights, create_graph=True))  # type: ignore[return-value]
-
-
-USES: dict[str, Callable[[nn.Module], torch.Tensor]] = {
-    "l2": lambda model: sum(p.square().sum() for p in model.parameters()) * 1e-3,  # type: ignore[return-value]
-    "norms": lambda model: torch.stack([p.norm() for p in model.parameters()]).sum() * 1e-3,
-    "product": lambda model: (model.blocks[0].up.weight @ model.blocks[1].down.weight).diagonal().sum() * 1e-3,
-    "distance": lambda model: (model.blocks[0].up.weight - model.blocks[1].up.weight.detach()).abs().mean(),
-    "penalty": _penalty_of_gradients,
-    "vector": lambda model: nn.utils.parameters_to_vector(model.parameters()).abs().mean(),
-    "functional": lambda model: torch.func.functional_call(
-        model.blocks[0], {"up.weight": model.blocks[1].up.weight}, torch.ones(2, WIDTH)
-    ).mean(),
-}
-
-
-@pytest.mark.parametrize("name", USES)
-def test_weights_that_are_in_the_loss_themselves(name: str, opened: Opened) -> None:
-    expected = losses_of_all_weights(None, USES[name])
-    assert same(losses_of_all_weights(opened(), USES[name]), expected)
-
-
-@pytest.mark.parametrize("holds", ["loss", "graph", "accumulators"])
-def test_graphs_that_outlive_their_step(holds: str, opened: Opened) -> None:
-    """What holds the nodes that gather gradients holds no bytes; a graph without our hooks keeps the weights in it."""
-    results = []
-    for offloader in (None, opened()):
-        loop, kept = Loop(offloader), []
-        for _ in range(3):
-            loop.run(1)
-            if holds == "loss":
-                kept.append(loop.model(next(batches(1))).sum())
-            elif holds == "graph":
-                kept.append(torch.stack([p.square().sum() for p in loop.model.parameters()]).sum())
-            else:
-                kept += [torch.autograd.graph.get_gradient_edge(p) for p in loop.model.parameters()]
-        gc.collect()
-        if offloader is not None and holds == "accumulators":
-            assert have_left(offloader, loop.model)
-        results.append(loop.result())
-        if holds != "accumulators":
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                kept[0].backward()
-            kept[-1].backward()
-            results[-1] += [p.grad.clone() for p in loop.model.parameters()]
-    assert same(*results)
-
-
-def test_two_backwards_through_one_graph_and_a_step_in_between(opened: Opened) -> None:
-    messages, results = [], []
-    for offloader in (None, opened()):
-        loop = Loop(offloader)
-        ids = next(batches(1))
-        if offloader is None:
-            loss = loop._loss(ids)
-        else:
-            with offloader.saved_tensors():
-                loss = loop._loss(ids)
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        results.append([p.grad.clone() for p in loop.model.parameters()])
-        if offloader is not None:
-            offloader.end_backward()
-        loop.optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation") as refused:
-            loss.backward()
-        messages.append(meaning_of(str(refused.value)).partition(" is at ")[0])
-        results[-1] += [value.clone() for value in loop.model.state_dict().values()]
-    assert same(*results)
-    assert messages[0] == messages[1]
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, which it means to hide
-def test_compiled_blocks(opened: Opened) -> None:
-    results = []
-    for offloader in (None, opened()):
-        loop = Loop(None)
-        for block in loop.model.blocks:
-            block.compile(backend="aot_eager")
-        if offloader is not None:
-            offloader.register_module(loop.model)
-            loop.offloader = offloader
-            loop.optimizer = offloader.offload_optimizer(torch.optim.AdamW(loop.model.parameters(), lr=1e-2))
-        results.append(loop.run().result())
-    assert same(*results)
-
-
-def scaled(offloader: Offloader | None) -> list[torch.Tensor]:
-    """Training with scaled losses; one step is skipped, since its gradients are not finite."""
-    scaler, loop = torch.amp.GradScaler("cpu", init_scale=256.0), Loop(offloader)
-    for step, ids in enumerate(batches(4)):
-        with nullcontext() if offloader is None else offloader.saved_tensors():
-            loss = scaler.scale(loop._loss(ids)) * (torch.inf if step == 1 else 1.0)
-        loss.backward()
-        if offloader is not None:
-            offloader.end_backward()
-        scaler.unscale_(loop.optimizer)
-        loop.found.append(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01))
-        scaler.step(loop.optimizer)
-        scaler.update()
-        loop.optimizer.zero_grad()
-    return [norm.nan_to_num() for norm in loop.found] + loop.result()[len(loop.found) :]
-
-
-def test_scaled_gradients(opened: Opened) -> None:
-    assert same(scaled(opened()), scaled(None))
-
-
 # -- building, moving, saving ------------------------------------------------------------------------------------------
 
 
@@ -571,32 +363,19 @@ def test_an_interrupt_at_each_point_costs_no_bit(spill_dir: Path) -> None:
         Offloader(policy=policy(), hardware=hardware, _copies=copies) as offloader,
     ):
         loop = Loop(offloader).run(1)
-        weights = {name: value.clone() for name, value in loop.model.state_dict().items()}
-        states = copy.deepcopy(loop.optimizer.state_dict())
-
-        def load(one: Loop) -> None:
-            one.optimizer.zero_grad()
-            one.model.load_state_dict(weights)
-            one.optimizer.load_state_dict(copy.deepcopy(states))
-            one.found.clear()
-
-        plain = Loop()
-        load(plain)
-        expected = plain.run(1).result()
+        checkpoint = Checkpoint(loop)
+        expected = checkpoint.load(Loop()).run(1).result()
         while (where := points.interrupt(lambda: loop.run(1))) is not None:
             num += 1
-            load(loop)
-            assert same(loop.run(1).result(), expected), where
-            load(loop)
+            assert same(checkpoint.load(loop).run(1).result(), expected), where
+            checkpoint.load(loop)
     assert num > 100
 
 
 # -- the order of copies -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2, 3))])
-@pytest.mark.parametrize("host_memory", [0, "1MiB", "1GiB"])
-@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+@each_once("seed, host_memory, activations", range(3), [0, "1MiB", "1GiB"], ["keep", "offload", "recompute"])
 def test_no_race(activations: str, host_memory: Any, seed: int, spill_dir: Path) -> None:
     """On a device whose streams run in any order, and whose races are faults."""
 

@@ -18,15 +18,7 @@ from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from tests.parameters.test_paged_weights import (  # noqa: F401  # these are tests, here with our own offloaders
-    NUM_BLOCKS,
-    VOCABULARY,
-    WIDTH,
-    batches,
-    built,
-    equal_weights,
-    frozen,
     policy,
-    same,
     test_a_step_that_fails_in_forward_and_the_next_one,
     test_accumulation_and_evaluation_in_between,
     test_an_edit_between_forward_and_backward_is_pytorch_s_error,
@@ -36,12 +28,12 @@ from tests.parameters.test_paged_weights import (  # noqa: F401  # these are tes
     test_two_backwards_through_one_graph,
     test_with_autocast,
     test_with_checkpoints_of_the_model_s_own,
-    train,
 )
 from tests.support.faults import FaultyBackend, always, eio
 from tests.support.late import late_copies
 from tests.support.patience import PATIENCE_S
-from tests.support.pretended_training import on, pretended_device
+from tests.support.residency import NUM_WEIGHTS
+from tests.support.weight_loops import NUM_BLOCKS, VOCABULARY, WIDTH, batches, built, equal_weights, frozen, same, train
 
 
 @pytest.fixture
@@ -61,8 +53,6 @@ def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
             offloader.close()
 
 
-NUM_WEIGHTS = 1 + 2 * NUM_BLOCKS
-"""Two matrices a block, and the embedding, which the head shares."""
 NUM_BYTES = 4 * (NUM_BLOCKS * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
 
 
@@ -137,18 +127,6 @@ def test_after_closing_everything_is_as_before(opened: Callable[..., Offloader])
     assert equal_weights(model, plain)
     assert same(train(model), train(plain))
     assert "data" not in vars(nn.Parameter)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, which it means to hide
-def test_compiled_blocks(opened: Callable[..., Offloader]) -> None:
-    plain, model = built(), built()
-    for one in (plain, model):
-        for block in one.blocks:
-            block.compile(backend="aot_eager")
-    offloader = opened(model)
-    assert len(away(model)) == NUM_WEIGHTS
-    assert same(train(model, offloader), train(plain))
-    assert offloader.stats.weights_resident_peak_bytes < NUM_BYTES
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, which it means to hide
@@ -370,54 +348,26 @@ def test_a_weight_that_is_unfrozen_stays_from_then_on(how: str, opened: Callable
 # -- building, moving, saving ------------------------------------------------------------------------------------------
 
 
-def test_a_model_built_inside_is_never_whole_in_memory(opened: Callable[..., Offloader]) -> None:
-    plain = built()
-    offloader = opened()
-    with offloader.streamed_init():
-        model = built()
-    assert len(away(model)) >= NUM_WEIGHTS - 2  # what is trained, or in no module yet, is here
-    frozen(model)
-    offloader.register_module(model)
-    assert len(away(model)) == NUM_WEIGHTS
-    assert same(train(model, offloader), train(plain))
-    assert equal_weights(model, plain)
-
-
-def test_weights_move_in_one_by_one(opened: Callable[..., Offloader]) -> None:
-    plain, model = built(), built()
-    offloader = opened()
-    offloader.move_in(model)
-    assert len(away(model)) == NUM_WEIGHTS
-    model.to("cpu")  # what is there already is not touched
-    assert len(away(model)) == NUM_WEIGHTS
-    offloader.register_module(model)
-    assert len(away(model)) == NUM_WEIGHTS
-    assert same(train(model, offloader), train(plain))
-
-
 @pytest.mark.parametrize("is_built_inside", [False, True])
 def test_what_left_early_comes_with_its_block(is_built_inside: bool, opened: Callable[..., Offloader]) -> None:
-    """Not each weight by itself, when it is used: that would be waited for."""
-    offloader = opened()
+    """Not each weight by itself, when it is used: that would be waited for. A model is never whole in memory."""
+    offloader, plain = opened(), built()
     with offloader.streamed_init() if is_built_inside else nullcontext():
         model = built()
-    if not is_built_inside:
+    if is_built_inside:
+        assert len(away(model)) >= NUM_WEIGHTS - 2  # what is trained, or in no module yet, is here
+    else:
         offloader.move_in(model)
+        assert len(away(model)) == NUM_WEIGHTS
+        model.to("cpu")  # what is there already is not touched
+        assert len(away(model)) == NUM_WEIGHTS
     frozen(model)
     offloader.register_module(model)
+    assert len(away(model)) == NUM_WEIGHTS
     units = {unit.name: len(unit.weights) for unit in offloader._parts.parameters.pager.units if unit.weights}
     assert units == {"embedding": 1} | {f"blocks.{number}": 2 for number in range(NUM_BLOCKS)}
-    assert same(train(model, offloader), train(built()))
-
-
-def test_what_was_made_in_inference_mode_is_not_moved_in(opened: Callable[..., Offloader]) -> None:
-    plain, model = built(), built()
-    with torch.inference_mode():
-        model.blocks[0].up.weight = nn.Parameter(model.blocks[0].up.weight.clone(), requires_grad=False)
-    opened().move_in(model)
-    assert len(away(model)) == NUM_WEIGHTS - 1
-    with torch.no_grad():
-        assert torch.equal(model(next(batches(1))), plain(next(batches(1))))
+    assert same(train(model, offloader), train(plain))
+    assert equal_weights(model, plain)
 
 
 def test_converting_a_model_that_waits(opened: Callable[..., Offloader]) -> None:
@@ -494,8 +444,11 @@ def test_what_was_made_in_inference_mode_stays(opened: Callable[..., Offloader])
     plain, model = built(), built()
     with torch.inference_mode():
         model.blocks[0].up.weight = nn.Parameter(model.blocks[0].up.weight.clone(), requires_grad=False)
+    offloader = opened()
+    offloader.move_in(model)
+    assert len(away(model)) == NUM_WEIGHTS - 1
     with pytest.warns(UserWarning, match="it was made in inference mode"):
-        opened(model)
+        offloader.register_module(model)
     with torch.no_grad():
         assert torch.equal(model(next(batches(1))), plain(next(batches(1))))
 
@@ -521,24 +474,6 @@ def test_a_weight_that_does_not_come_back_at_the_end_is_an_error(spill_dir: Path
 
 
 # -- the order of copies -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))])
-@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
-def test_no_copy_races(activations: str, seed: int, spill_dir: Path) -> None:
-    """On a device whose streams run in any order, and whose races are faults."""
-    plain = built()
-    with pretended_device(seed=seed) as device:
-        expected = train(plain, steps=3)
-        model = built()
-        hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True)
-        with Offloader(policy=policy(activations=activations), hardware=hardware, **on(device)) as offloader:
-            offloader.register_module(model)
-            assert len(away(model)) == NUM_WEIGHTS
-            assert same(train(model, offloader, steps=3), expected)
-        assert equal_weights(model, plain)
-    assert device.faults == []
-    assert device.num_copies > 0
 
 
 def test_memory_that_was_taken_is_not_taken_twice(

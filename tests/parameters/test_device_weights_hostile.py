@@ -17,14 +17,17 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.common import sent_storages
-from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.parameters import device_memory
 from tests.parameters.test_device_weights import NUM_WEIGHTS, Scale, away, eventually, opened  # noqa: F401  # a fixture
-from tests.parameters.test_paged_weights import WIDTH, batches, built, policy, same, train
-from tests.support.faults import FaultyBackend, eio
+from tests.parameters.test_paged_weights import (
+    policy,
+)
+from tests.support.pairs import each_once
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_training import on, pretended_device
 from tests.support.pretended_weights import weights_of
+from tests.support.weight_loops import WIDTH, batches, built, same, train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
@@ -146,18 +149,6 @@ def test_hooks_of_somebody_else_around_a_use_outside_of_the_unit(opened: Opened)
         return x.grad
 
     assert_equal_to_plain(built, run, opened)
-
-
-def test_a_weight_whose_drive_failed_at_the_end_is_told_when_it_is_used(opened: Opened) -> None:  # noqa: F811
-    broken = [False]
-    model = Scale()
-    backend = lambda inner: FaultyBackend(inner, fail_read=lambda index: eio() if broken[0] else None)  # noqa: E731
-    offloader = opened(model, _wrap_backend=backend)
-    broken[0] = True
-    with pytest.raises(StorageError):
-        offloader.close()
-    with pytest.raises(OffloaderClosedError, match="did not come back"):
-        model.weight.sum()
 
 
 GIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -403,9 +394,7 @@ def _trained(offloader: Offloader | None, device: PretendedDevice) -> list[torch
     return train(model, offloader, between=between) + found
 
 
-@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
-@pytest.mark.parametrize("host_memory", [0, "1MiB", "1GiB"])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@each_once("activations, host_memory, seed", ["keep", "offload", "recompute"], [0, "1MiB", "1GiB"], range(2))
 def test_no_race(seed: int, host_memory: Any, activations: str, raced: Callable[..., list[str]]) -> None:
     assert raced(_trained, seed, host_memory=host_memory, activations=activations) == []
 
@@ -423,7 +412,7 @@ class Aside(nn.Module):
         return x + self.here(x)[:, :WIDTH]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_stream_of_the_model_s_own_that_is_joined_later(seed: int, raced: Callable[..., list[str]]) -> None:
     def program(offloader: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
         torch.manual_seed(0)

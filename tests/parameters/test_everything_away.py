@@ -7,87 +7,32 @@ import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
+from lightning_ssd import Offloader, OffloadPolicy
+from lightning_ssd.errors import OutOfSpaceError, StorageError
 from lightning_ssd.parameters.files import mapped_storage, weight_files, write_back
-from tests.parameters.test_paged_weights import MIN_TENSOR, VOCABULARY, Net, batches, equal_weights, in_a_fork, same
+from lightning_ssd.planning import update_memory
 from tests.support.offloaders import offloaders
+from tests.support.pairs import pairwise
+from tests.support.weight_loops import (
+    MIN_TENSOR,
+    PROGRAMS,
+    Loop,
+    Net,
+    batches,
+    equal_weights,
+    in_a_fork,
+    same,
+)
 
 EVERYTHING = {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"}
-Between = Callable[[nn.Module, torch.optim.Optimizer, int], object]
-
-
-def nothing(*_: object) -> None:
-    """No more than training."""
-
-
-class Loop:
-    """A training loop, with an offloader or without."""
-
-    accumulate = 1
-    set_to_none = True
-    autocast = False
-
-    def __init__(
-        self,
-        offloader: Offloader | None = None,
-        *,
-        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-        before_step: Between = nothing,
-        after_step: Between = nothing,
-        dtype: torch.dtype = torch.float32,
-        repeats: Callable[..., Any] | None = None,
-        **options: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        self.model = Net(repeats=repeats).to(dtype)
-        self.offloader = offloader
-        self._before, self._after = before_step, after_step
-        self.__dict__.update(options)
-        if offloader is not None:
-            offloader.register_module(self.model)
-        self.optimizer = make(self.model.parameters(), lr=1e-2)
-        if offloader is not None:
-            self.optimizer = offloader.offload_optimizer(self.optimizer)
-        self.found: list[torch.Tensor] = []
-
-    def _loss(self, ids: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
-            return self.model(ids).float().logsumexp(-1).mean()
-
-    def run(self, steps: int = 4) -> Loop:
-        for step in range(steps):
-            for ids in list(batches(steps * self.accumulate))[step * self.accumulate :][: self.accumulate]:
-                if self.offloader is None:
-                    loss = self._loss(ids)
-                    loss.backward()
-                else:
-                    with self.offloader.saved_tensors():
-                        loss = self._loss(ids)
-                    loss.backward()
-                    self.offloader.end_backward()
-                self.found.append(loss.detach())
-                del loss  # PyTorch lets weights that a graph has be swapped, and spoils what the next graph shares
-            self._before(self.model, self.optimizer, step)
-            self.found += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=self.set_to_none)
-            self._after(self.model, self.optimizer, step)
-        return self
-
-    def result(self) -> list[torch.Tensor]:
-        """Losses, gradients, weights, states."""
-        states = self.optimizer.state_dict()["state"]
-        held = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
-        return [*self.found, *self.model.state_dict().values(), *(value.clone() for value in held)]
 
 
 def policy(**options: Any) -> OffloadPolicy:
@@ -100,55 +45,29 @@ def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
         yield make
 
 
-def clip_norm(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-
-def clip_value(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    nn.utils.clip_grad_value_(model.parameters(), 1e-4)
-
-
-def edit_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    model.blocks[0].up.weight.grad.mul_(0.5)
-    model.blocks[1].up.weight.grad = model.blocks[1].up.weight.grad * 2
-    model.blocks[2].up.weight.grad = None
-
-
-def clamp(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    for parameter in model.parameters():
-        parameter.data.clamp_(-0.05, 0.05)
-
-
-def repeated(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(block, x, use_reentrant=False)
-
-
-PROGRAMS: dict[str, dict[str, Any]] = {
-    "adamw": {},
-    "sgd": {"make": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True)},
-    "adafactor": {"make": torch.optim.Adafactor},
-    "fused": {"make": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)},
-    "accumulate": {"accumulate": 3},
-    "zeros": {"set_to_none": False},
-    "accumulated zeros": {"accumulate": 2, "set_to_none": False},
-    "clip norm": {"before_step": clip_norm},
-    "clip value": {"before_step": clip_value},
-    "edited gradients": {"before_step": edit_gradients},
-    "clamped weights": {"after_step": clamp},
-    "autocast": {"autocast": True},
-    "bfloat16": {"dtype": torch.bfloat16},
-    "checkpointed": {"repeats": repeated},
+STATES = {"optimizer_states": "offload"}
+AWAY: dict[str, dict[str, Any]] = {
+    "files": EVERYTHING,
+    "weights of a device": STATES | {"parameters": "offload", "gradients": "keep"},
+    "gradients of a device": STATES | {"parameters": "keep", "gradients": "offload"},
+    "all of a device": EVERYTHING,
 }
 
 
-@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_bits(program: str, activations: str, opened: Callable[..., Offloader]) -> None:
-    options = PROGRAMS[program]
-    expected = Loop(**options).run().result()
-    offloader = opened(activations=activations)
-    assert same(Loop(offloader, **options).run().result(), expected)
-    assert offloader.stats.weights_bytes > 4 * VOCABULARY * 2
+@cache
+def expected_of(program: str) -> list[torch.Tensor]:
+    return Loop(**PROGRAMS[program]).run().result()
+
+
+@pairwise("program, activations, away", PROGRAMS, ["keep", "offload", "recompute"], AWAY)
+def test_bits(program: str, activations: str, away: str, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_late = "device" in away
+    if is_late:  # an update in many parts, of which some are slices of a weight
+        monkeypatch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 17)
+    with offloaders(spill_dir, policy, is_late=is_late) as opened:
+        offloader = opened(activations=activations, **AWAY[away])
+        assert same(Loop(offloader, **PROGRAMS[program]).run().result(), expected_of(program))
+        assert (offloader.stats.weights_bytes > 0) is (AWAY[away]["parameters"] == "offload")
 
 
 def test_gradients_wait_in_the_files(opened: Callable[..., Offloader]) -> None:
@@ -159,19 +78,6 @@ def test_gradients_wait_in_the_files(opened: Callable[..., Offloader]) -> None:
 
     Loop(opened(), before_step=look).run(2)
     assert seen == [[True] * 13] * 2
-
-
-def test_a_gradient_that_somebody_keeps_is_not_written_over(opened: Callable[..., Offloader]) -> None:
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def keep(model: nn.Module, *_: object) -> None:
-        gradient = model.blocks[0].up.weight.grad
-        assert gradient is not None
-        kept.append((gradient[1:], gradient[1:].clone()))
-
-    Loop(opened(), before_step=keep).run(4)
-    assert all(torch.equal(held, copied) for held, copied in kept)
-    assert len({held.data_ptr() for held, _ in kept}) == 4
 
 
 def gradient_twice(hold: Callable[[nn.Parameter], Any], offloader: Offloader | None) -> list[torch.Tensor]:
@@ -236,15 +142,20 @@ def test_one_gradient_of_two_parameters(opened: Callable[..., Offloader]) -> Non
     assert same(*found)
 
 
-def test_a_storage_object_that_was_kept_is_not_written_over(opened: Callable[..., Offloader]) -> None:
+def test_a_gradient_or_storage_object_that_somebody_keeps_is_not_written_over(
+    opened: Callable[..., Offloader],
+) -> None:
     kept = []
 
     def keep(model: nn.Module, *_: object) -> None:
-        storage = model.blocks[0].up.weight.grad.untyped_storage()
-        kept.append((storage, bytes(storage[:64])))
+        gradient, storage = model.blocks[0].up.weight.grad[1:], model.blocks[1].up.weight.grad.untyped_storage()
+        kept.append((gradient, gradient.clone(), storage, bytes(storage[:64])))
 
     Loop(opened(), before_step=keep).run(4)
-    assert all(bytes(storage[:64]) == seen for storage, seen in kept)
+    for gradient, copied, storage, seen in kept:
+        assert torch.equal(gradient, copied)
+        assert bytes(storage[:64]) == seen
+    assert len({gradient.data_ptr() for gradient, *_ in kept}) == 4
 
 
 def test_a_fork_does_not_reach_gradients_that_were_kept(opened: Callable[..., Offloader]) -> None:
@@ -358,14 +269,6 @@ def test_a_gradient_without_a_place_stays_in_memory(
     assert same(loop.result(), expected)
 
 
-def test_memory_of_gradients_is_used_again(opened: Callable[..., Offloader]) -> None:
-    offloader = opened()
-    loop = Loop(offloader).run(1)
-    size = offloader.stats.disk_bytes
-    loop.run(3)
-    assert offloader.stats.disk_bytes == size
-
-
 def test_resuming_from_state_dicts(opened: Callable[..., Offloader]) -> None:
     plain = Loop().run(4)
     first = Loop(opened()).run(2)
@@ -428,15 +331,3 @@ def test_nothing_is_left_of_a_model_that_is_gone(opened: Callable[..., Offloader
     del loop
     gc.collect()
     assert not any(key.alive() for key, _ in keys)
-
-
-def test_gradients_alone_are_refused() -> None:
-    with pytest.raises(ConfigError, match="gradients='offload' needs optimizer_states='offload'; without it"):
-        OffloadPolicy(gradients="offload")
-
-
-def test_several_processes_are_refused(spill_dir: Path) -> None:
-    policy = OffloadPolicy(gradients="offload", optimizer_states="offload")
-    offloader = Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), agree=list)
-    with pytest.raises(ConfigError, match="gradients='offload' got several processes"):
-        offloader.open()

@@ -14,8 +14,7 @@ from lightning_ssd import Offloader
 from tests.parameters.test_device_gradients import Opened, gone, opened, pager_of, small_subgroups  # noqa: F401
 from tests.parameters.test_device_training import NUM_WEIGHTS
 from tests.parameters.test_device_weights import away, eventually
-from tests.parameters.test_everything_away import Loop
-from tests.parameters.test_paged_weights import same
+from tests.support.weight_loops import Loop, same
 
 # -- set ---------------------------------------------------------------------------------------------------------------
 

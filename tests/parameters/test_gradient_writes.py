@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import io
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ import torch
 from torch import nn
 
 from lightning_ssd.memory.file_mapping import FileView
-from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.paged_gradients import PagedGradients
@@ -28,7 +25,6 @@ from tests.support.patience import PATIENCE_S
 from tests.support.process_memory import read_bytes
 
 SIDE = 1024
-CACHESTAT = 451  # a system call (Linux 6.5) that Python does not name
 
 
 @pytest.fixture
@@ -79,26 +75,6 @@ def test_the_last_gradient_is_not_read(files: WeightFiles, gradients: PagedGradi
     assert read_bytes() - before >= expected.nbytes, "this file system does not tell what is read"
 
 
-def unwritten_pages(files: WeightFiles) -> int:
-    """How many pages of gradients the system has not written yet."""
-    with files._changing.arenas[0].use() as fd:
-        counted = (ctypes.c_uint64 * 5)()  # in the page cache, dirty, being written, ...
-        whole = (ctypes.c_uint64 * 2)(0, 0)
-        if ctypes.CDLL(None, use_errno=True).syscall(CACHESTAT, fd, whole, counted, 0):
-            pytest.skip(f"this system does not tell what it has written ({os.strerror(ctypes.get_errno())})")
-    return counted[1] + counted[2]
-
-
-def test_a_gradient_is_written_at_once(files: WeightFiles, gradients: PagedGradients) -> None:
-    """Long before the system would do it, after 30 s."""
-    parameter = nn.Parameter(torch.zeros(SIDE, SIDE))
-    accumulated(gradients, parameter, torch.randn(SIDE, SIDE))
-    deadline_s = time.monotonic() + 10
-    while unwritten_pages(files):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def overlapping(offset: int) -> torch.Tensor:
     return torch.randn(16).as_strided((4, 4), (0, 1), offset)
 
@@ -115,13 +91,19 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "conjugated, transposed": lambda: torch.randn(30, 50, dtype=torch.complex64).mH,
     "negated": lambda: torch._neg_view(torch.randn(30, 50)),
     "a part, as of a shard": lambda: torch.randn(90, 50)[30:60],
+    "several chunks": lambda: torch.randn(2 * DEFAULT_CHUNK_BYTES // 4 + 1027),
 }
 
 
+@pytest.mark.parametrize("reopens", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bits_of_every_layout(layout: str, files: WeightFiles, gradients: PagedGradients) -> None:
+def test_bits_of_every_layout(
+    layout: str, reopens: bool, files: WeightFiles, gradients: PagedGradients, request: pytest.FixtureRequest
+) -> None:
+    if not reopens:
+        request.getfixturevalue("_nothing_opened_again")
     parameter = nn.Parameter(torch.zeros_like(LAYOUTS[layout]()))
-    for _ in range(2):  # the second one goes where the first one was
+    for _ in range(2):  # the second one goes where the first one was, which the page cache does not have
         gradient = LAYOUTS[layout]()
         expected = gradient.clone()
         strides, flags = gradient.stride(), (gradient.is_conj(), gradient.is_neg())
@@ -131,6 +113,7 @@ def test_bits_of_every_layout(layout: str, files: WeightFiles, gradients: PagedG
         assert torch.equal(found, expected)
         assert (found.stride(), (found.is_conj(), found.is_neg())) == (strides, flags)
         parameter.grad = None
+        evict(files)
 
 
 @pytest.fixture
@@ -144,25 +127,6 @@ def _nothing_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(path, *args, **options)
 
     monkeypatch.setattr(io, "FileIO", refuse)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.usefixtures("_nothing_opened_again")
-@pytest.mark.parametrize("layout", [*LAYOUTS, "several chunks"])
-def test_gradients_leave_where_no_file_can_be_opened_again(
-    layout: str, files: WeightFiles, gradients: PagedGradients
-) -> None:
-    make = LAYOUTS.get(layout, lambda: torch.randn(2 * DEFAULT_CHUNK_BYTES // 4 + 1027))
-    parameter = nn.Parameter(torch.zeros_like(make()))
-    for _ in range(2):  # the second one goes where the first one was, which the page cache does not have
-        gradient = make()
-        expected = gradient.clone()
-        found = accumulated(gradients, parameter, gradient)
-        assert is_mapped(found.untyped_storage())
-        evict(files)
-        assert torch.equal(found, expected)
-        parameter.grad = None
-        evict(files)
 
 
 @pytest.mark.usefixtures("_nothing_opened_again")
@@ -214,72 +178,33 @@ def test_pieces_make_a_whole(gradients: PagedGradients, monkeypatch: pytest.Monk
     assert torch.equal(found, expected)
 
 
-def test_a_refused_write_leaves_the_gradient_in_memory(
-    files: WeightFiles, gradients: PagedGradients, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ending", [OSError(errno.EIO, "broken"), KeyboardInterrupt()], ids=["refused", "interrupted"])
+def test_a_write_that_ends_in_the_middle_leaves_the_gradient_in_memory(
+    ending: BaseException, files: WeightFiles, gradients: PagedGradients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameter, expected = nn.Parameter(torch.zeros(SIDE, SIDE)), torch.randn(SIDE, SIDE)
     accumulated(gradients, parameter, torch.zeros(SIDE, SIDE))
     parameter.grad = None
     used = [arena.used_bytes for arena in files._arenas]
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", Refusing(OSError(errno.EIO, "broken")))
-        with pytest.warns(UserWarning, match="could not be written .*it stays in memory"):
-            found = accumulated(gradients, parameter, expected.clone())
-    assert torch.equal(found, expected)
-    assert not is_mapped(found.untyped_storage())
-    del found
-    parameter.grad = None
-    gc.collect()  # the error of this test holds the frames that it came through
-    assert is_mapped(accumulated(gradients, parameter, expected.clone()).untyped_storage())
-    assert [arena.used_bytes for arena in files._arenas] == used, "the place is used again"
-
-
-def test_an_interrupt_in_the_middle_leaves_the_gradient_in_memory(
-    gradients: PagedGradients, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parameter, expected = nn.Parameter(torch.zeros(SIDE, SIDE)), torch.randn(SIDE, SIDE)
-    accumulated(gradients, parameter, torch.zeros(SIDE, SIDE))
-    parameter.grad = None
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", Refusing(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "pwrite", Refusing(ending))
+        with (
+            pytest.raises(KeyboardInterrupt)
+            if isinstance(ending, KeyboardInterrupt)
+            else pytest.warns(UserWarning, match="could not be written .*it stays in memory")
+        ):
             accumulated(gradients, parameter, expected.clone())
-    assert parameter.grad is not None
     assert torch.equal(parameter.grad, expected)
     assert not is_mapped(parameter.grad.untyped_storage())
+    parameter.grad = ending.__traceback__ = None
+    gc.collect()  # the error of this test holds the frames that it came through
     found = accumulated(gradients, parameter, expected.clone())
     assert is_mapped(found.untyped_storage())
     assert torch.equal(found, expected)
+    assert [arena.used_bytes for arena in files._arenas] == used, "the place is used again"
 
 
 # -- what it costs where none waits ----------------------------------------------------------------------------------
-
-
-def test_adapters_whose_gradients_are_too_small_to_wait_leave_malloc_alone(files: WeightFiles) -> None:
-    freed, told = FreedMemory(), []
-    freed.expect = told.append  # type: ignore[method-assign, assignment]
-    gradients = PagedGradients(files, min_nbytes=1 << 20, freed=freed)
-    adapters, large = nn.Linear(8, 8), nn.Linear(SIDE, SIDE)
-    gradients.register_module(adapters)
-    gradients.register_module(large)
-    gradients.register_module(adapters)
-    waiting = files.used_bytes + large.weight.nbytes
-    assert told == [0, waiting, waiting], "those of the other module wait"
-    large.requires_grad_(False)
-    gradients.register_module(large)
-    assert told[3:] == [files.used_bytes]
-    gradients.close()
-
-
-def test_frozen_weights_in_the_page_cache_count_where_no_gradient_waits(files: WeightFiles) -> None:
-    freed, told = FreedMemory(), []
-    freed.expect = told.append  # type: ignore[method-assign, assignment]
-    frozen = files.write(torch.zeros(SIDE, SIDE).untyped_storage(), changes=False)
-    gradients = PagedGradients(files, min_nbytes=1 << 20, freed=freed)
-    gradients.register_module(nn.Linear(8, 8))
-    assert told == [files.used_bytes]
-    assert files.used_bytes >= frozen.nbytes
-    gradients.close()
 
 
 @pytest.mark.parametrize("sends_out", [FiledStorage.send_out, lambda mapped: mapped.send_out_part(0, mapped.nbytes)])

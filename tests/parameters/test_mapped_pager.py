@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ssd.common.waiting import Latch
 from lightning_ssd.memory import host_room
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.memory.host_room import HostRoom
@@ -100,30 +99,6 @@ def test_of_what_was_asked_for_only_the_last_is_read_on(pager: MappedPager, part
     assert parts.shown == [0] + NUM_PARTS * [3]
 
 
-def test_what_is_not_expected_any_more_is_not_read_on(pager: MappedPager, parts: Parts) -> None:
-    for unit in (*pager.units[:3], pager.units[0]):
-        use(pager, unit)  # then come 1 and 2
-    while len(parts.shown) < 2:
-        time.sleep(0.001)
-    use(pager, pager.units[3])  # what comes after it is not known
-    parts.may_go_on.set()
-    pager._look_ahead(None, pager.units[4])
-    parts.wait_for(4)
-    pager.close()
-    assert sorted(parts.shown) == [1, 2] + NUM_PARTS * [4]
-
-
-def test_what_is_here_or_on_its_way_is_not_read_again(pager: MappedPager, parts: Parts) -> None:
-    parts.may_go_on.set()
-    pager.enter(pager.units[0])
-    pager._look_ahead(pager.units[0], pager.units[0])
-    pager._look_ahead(pager.units[1], pager.units[1])
-    parts.wait_for(1)
-    pager.close()
-    assert parts.shown == NUM_PARTS * [1]
-    pager.leave(pager.units[0])
-
-
 def test_what_comes_next_is_in_the_page_cache_alone(pager: MappedPager, parts: Parts, spill_dir: Path) -> None:
     parts.may_go_on.set()
     for unit in (*pager.units[:3], pager.units[0]):
@@ -187,32 +162,6 @@ def test_what_comes_next_is_mapped_where_memory_is_ample(
         assert pager.num_late == 4, "those before the order was known"
         use(pager, pager.units[1])
         assert pager.num_late == 4, "it was expected, wherever it waited"
-
-
-@pytest.mark.parametrize(
-    ("is_frozen", "room", "stays"),
-    [(False, AMPLE - 1, True), (False, AMPLE, False), (True, AMPLE - 1, False)],
-)
-def test_trained_weights_come_to_stay_where_memory_may_be_short(
-    spill_dir: Path, monkeypatch: pytest.MonkeyPatch, is_frozen: bool, room: int, stays: bool
-) -> None:
-    """Else the system takes them back for gradients before they are used."""
-    Room(monkeypatch).nbytes = room
-    again: list[int] = []
-    real = FileView.bring_in_again
-    monkeypatch.setattr(FileView, "bring_in_again", lambda view, *part: (again.append(part[1]), real(view, *part)))
-    with opened_pager(spill_dir, MappedPager(HostRoom())) as pager:
-        for weight in pager.weights:
-            weight.is_frozen = is_frozen
-        pager._look_for_room()
-        unit = pager._ahead = pager.units[1]
-        pager._read(unit, Latch())
-        assert again == ([UNIT] if stays else [])
-        assert unit.resident_bytes == UNIT
-        assert shown_bytes(spill_dir) == UNIT
-        unit.weights[0].memory.make_private()
-        pager._read(unit, Latch())
-        assert len(again) == stays, "what was written to it would be lost"
 
 
 @pytest.mark.parametrize("has_come", [False, True])

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
-import os
-import resource
-import signal
 import threading
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,96 +14,25 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.errors import ConfigError, OffloaderClosedError, OutOfSpaceError, StorageError
-from lightning_ssd.parameters.mapped_pager import MappedPager
-from lightning_ssd.parameters.mapped_weights import MappedWeights
-from lightning_ssd.storage.backend import WrappedBackend
-from lightning_ssd.storage.spill_file import Arena
+from lightning_ssd import Offloader, OffloadPolicy
 from tests.support.helpers import meaning_of
 from tests.support.offloaders import offloaders
-
-WIDTH, NUM_BLOCKS, VOCABULARY = 128, 4, 600
-MIN_TENSOR = "16KiB"
-
-
-class Block(nn.Module):
-    """A small adapter is trained beside two large weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x))) + self.adapter(x)
-
-
-class Net(nn.Module):
-    """Tied embedding and head; blocks in between."""
-
-    def __init__(self, *, repeats: Callable[..., Any] | None = None) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-        self._repeats = repeats
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x) if self._repeats is None else self._repeats(block, x)
-        return self.head(x)
-
-
-def frozen(model: nn.Module) -> nn.Module:
-    """All but the adapters."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("adapter" in name)
-    return model
-
-
-def built(kind: type[nn.Module] | None = None, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return frozen((kind or Net)(**options))
-
-
-def batches(num: int) -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(num):
-        yield torch.randint(0, VOCABULARY, (3, 20), generator=generator)
-
-
-Between = Callable[[nn.Module, int], object]
-
-
-def train(
-    model: nn.Module,
-    offloader: Offloader | None = None,
-    *,
-    steps: int = 4,
-    between: Between = lambda model, step: None,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-) -> list[torch.Tensor]:
-    """Losses, and the gradients of each step."""
-    update = optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    found = []
-    for step, ids in enumerate(batches(steps)):
-        if offloader is None:
-            loss = model(ids).logsumexp(-1).mean()
-            loss.backward()
-        else:
-            with offloader.saved_tensors():
-                loss = model(ids).logsumexp(-1).mean()
-            loss.backward()
-            offloader.end_backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-        update.step()
-        update.zero_grad()
-        between(model, step)
-    return found
+from tests.support.pairs import pairwise
+from tests.support.weight_loops import (
+    MIN_TENSOR,
+    NUM_BLOCKS,
+    VOCABULARY,
+    WIDTH,
+    Between,
+    Block,
+    Net,
+    batches,
+    built,
+    equal_weights,
+    frozen,
+    same,
+    train,
+)
 
 
 def policy(**options: Any) -> OffloadPolicy:
@@ -123,19 +45,16 @@ def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
         yield make
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def equal_weights(one: nn.Module, other: nn.Module) -> bool:
-    return same(list(one.state_dict().values()), list(other.state_dict().values()))
-
-
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activations", ["keep", "offload", "auto", "recompute", "recompute_offload"])
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    ("activations", "optimizer"),
+    [
+        *((one, torch.optim.AdamW) for one in ("keep", "offload", "auto", "recompute", "recompute_offload")),
+        *(("offload", one) for one in (torch.optim.SGD, torch.optim.Adagrad)),
+    ],
+)
 def test_training_is_bit_for_bit_that_of_plain_pytorch(
     activations: str, optimizer: Any, opened: Callable[..., Offloader]
 ) -> None:
@@ -160,9 +79,7 @@ def test_with_checkpoints_of_the_model_s_own(reentrant: bool, opened: Callable[.
     assert same(train(model, opened(model)), train(plain))
 
 
-@pytest.mark.parametrize("is_cached", [True, False])
-@pytest.mark.parametrize("activations", ["keep", "offload"])
-@pytest.mark.parametrize("trains_all", [False, True])
+@pairwise("trains_all, activations, is_cached", [False, True], ["keep", "offload"], [True, False])
 def test_with_autocast(trains_all: bool, activations: str, is_cached: bool, opened: Callable[..., Offloader]) -> None:
     """Autocast computes with copies of weights that wait; those that backward needs are saved like activations."""
 
@@ -470,306 +387,3 @@ def test_copies_are_memory_of_their_own(opened: Callable[..., Offloader]) -> Non
     assert equal_weights(twin, plain)
     assert same(list(loaded.values()), list(plain.state_dict().values()))
     assert same(train(twin), train(plain))
-
-
-def test_a_weight_that_is_gone_gives_its_place_back(opened: Callable[..., Offloader]) -> None:
-    model = built()
-    offloader = opened(model)
-    used = offloader.stats.weights_bytes
-    del model.blocks[3]
-    gc.collect()
-    offloader.send_out_weights()
-    assert offloader.stats.weights_bytes == used - 4 * 8 * WIDTH * WIDTH
-    size = offloader.stats.disk_bytes
-    offloader.register_module(frozen(Block()))
-    assert offloader.stats.disk_bytes == size
-
-
-# -- a model that is never whole in memory ---------------------------------------------------------------------------
-
-
-def test_a_model_built_inside_has_the_same_weights_from_the_same_random_numbers(
-    opened: Callable[..., Offloader],
-) -> None:
-    plain = built()
-    state = torch.get_rng_state()
-    offloader = opened()
-    with offloader.streamed_init():
-        model = built()
-        assert offloader.stats.weights_bytes > 0
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.bias) if module.bias is not None else None
-    assert not torch.equal(torch.get_rng_state(), state)
-    torch.set_rng_state(state)
-    with torch.no_grad():
-        for module in plain.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.bias) if module.bias is not None else None
-    assert equal_weights(model, plain)
-    offloader.register_module(model)
-    assert same(train(model, offloader), train(plain))
-
-
-def test_weights_that_turn_out_to_be_trained_come_back(opened: Callable[..., Offloader]) -> None:
-    offloader = opened()
-    with offloader.streamed_init():
-        model = built()
-    model.blocks[0].requires_grad_(True)
-    offloader.register_module(model)
-    offloader.send_out_weights()
-    assert offloader.stats.weights_bytes == 4 * ((NUM_BLOCKS - 1) * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
-    plain = built()
-    plain.blocks[0].requires_grad_(True)
-    assert same(train(model, offloader), train(plain))
-
-
-@pytest.mark.parametrize(
-    ("options", "num_processes", "expected"),
-    [
-        ({}, 1, True),
-        ({}, 1000, False),
-        ({"memory_budget": "100GiB", "activations": "auto"}, 1, False),
-        ({"parameters": "auto"}, 1, False),
-    ],
-    ids=["one", "of_many", "less_memory", "auto"],
-)
-def test_frozen_weights_are_mapped_ahead_where_the_machine_has_room(
-    spill_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], num_processes: int, expected: bool
-) -> None:
-    """And for an update of what is trained: whether all that waits fits into memory, each process with its share."""
-    model = built()
-    nbytes = sum(p.nbytes for p in model.parameters())
-    monkeypatch.setattr("lightning_ssd.memory.host_room.host_available_bytes", lambda cached_bytes: 100 * nbytes)
-    chosen = OffloadPolicy(**{"activations": "keep", "parameters": "offload", "min_tensor_bytes": 0, **options})
-    hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True)
-    with Offloader(policy=chosen, hardware=hardware, device="cpu", num_local_processes=num_processes) as offloader:
-        offloader.register_module(model)
-        with torch.no_grad():
-            for _ in range(2):
-                model(torch.zeros(1, 2, dtype=torch.long))
-        parts = offloader._parts.parameters
-        assert isinstance(parts.weights, MappedWeights)
-        pager = parts.weights.pager
-        assert isinstance(pager, MappedPager)
-        assert pager._has_room is expected
-        assert parts.pages is not None
-        assert parts.files is not None
-        assert parts.pages._room.is_enough(lambda: 50 * nbytes) is (num_processes == 1)
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["registered", "built_inside"])
-def test_trained_and_frozen_weights_lie_in_files_of_their_own(inside: bool, opened: Callable[..., Offloader]) -> None:
-    """While a model is built inside, nobody knows which will be trained."""
-    offloader = opened(optimizer_states="offload")
-    with offloader.streamed_init() if inside else nullcontext():
-        model = built()
-    offloader.register_module(model)
-    parts = offloader._parts.parameters
-    assert parts.files is not None
-    assert parts.weights is not None
-    is_still = {name: parts.files.is_still(one.memory) for one in parts.weights.pager.weights for name in one.names}
-    assert is_still == {name: not p.requires_grad for name, p in model.named_parameters() if p.nbytes >= 16 << 10}
-    plain = built()
-    update = lambda parameters, lr: offloader.offload_optimizer(torch.optim.AdamW(parameters, lr=lr))  # noqa: E731
-    assert same(train(model, offloader, optimizer=update), train(plain))
-    assert equal_weights(model, plain)
-
-
-def test_other_threads_build_as_ever(opened: Callable[..., Offloader]) -> None:
-    offloader = opened()
-    with offloader.streamed_init():
-        thread = threading.Thread(target=built)
-        thread.start()
-        thread.join()
-    assert offloader.stats.weights_bytes == 0
-    nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH))
-    assert offloader.stats.weights_bytes == 0, "the hooks are gone"
-
-
-def test_without_offloaded_parameters_building_is_as_ever(opened: Callable[..., Offloader]) -> None:
-    offloader = opened(parameters="keep")
-    with offloader.streamed_init():
-        model = built()
-    assert equal_weights(model, built())
-    assert offloader.stats.weights_bytes == 0
-
-
-# -- the end, and what goes wrong ------------------------------------------------------------------------------------
-
-
-def test_after_closing_weights_are_there_and_a_second_opening_takes_them_over_again(
-    opened: Callable[..., Offloader], spill_dir: Path
-) -> None:
-    plain, model = built(), built()
-    expected = train(plain) + train(plain)
-    offloader = opened(model)
-    found = train(model, offloader)
-    offloader.close()
-    assert not list(spill_dir.iterdir()), "no name is left"
-    with torch.no_grad():
-        model.blocks[0].up.weight.mul_(1.0)
-    assert equal_weights(model, built()) is False
-    again = opened(model)
-    assert again.stats.weights_bytes == 4 * (NUM_BLOCKS * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
-    assert same(found + train(model, again), expected)
-
-
-def in_a_fork(work: Callable[[], object]) -> int:
-    """Return the status of a fork that did it: 0, or what it died of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads and forks
-        child = os.fork()
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-
-def test_a_fork_is_refused_what_the_parent_may_change(opened: Callable[..., Offloader]) -> None:
-    """It would see later values. An error where a forward asks; the end of the fork where something else does."""
-    model = built()
-    offloader = opened(model)
-    train(model, offloader, steps=2)
-    expected = [weight.detach().clone() for weight in model.parameters()]
-
-    def forward() -> None:
-        with pytest.raises(OffloaderClosedError, match=r"wait on a drive for process \d+, and this is its fork"):
-            model(next(batches(1)))
-
-    assert in_a_fork(forward) == 0
-    assert in_a_fork(lambda: model.blocks[0].up.weight.sum()) == signal.SIGSEGV
-    assert same(list(model.parameters()), expected)
-    assert same(train(model, offloader), train(resumed(expected)))
-
-
-def resumed(weights: list[torch.Tensor]) -> nn.Module:
-    """A model that has these weights."""
-    model = built()
-    with torch.no_grad():
-        for parameter, weight in zip(model.parameters(), weights, strict=True):
-            parameter.copy_(weight)
-    return model
-
-
-def test_a_fork_after_closing_has_weights_of_its_own(opened: Callable[..., Offloader]) -> None:
-    plain, model = built(), built()
-    offloader = opened(model)
-    expected = train(plain)
-    assert same(train(model, offloader), expected)
-    offloader.close()
-
-    def change() -> None:
-        assert equal_weights(model, plain)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-
-    assert in_a_fork(change) == 0
-    assert equal_weights(model, plain)
-
-
-def test_a_drive_without_room_is_an_error_before_anything_moves(
-    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = built()
-    addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    offloader = opened()
-    monkeypatch.setattr(Arena, "_preallocate", lambda self, nbytes: False)
-    with pytest.raises(OutOfSpaceError, match=r"weights need [\d,]+ bytes in .*is full"):
-        offloader.register_module(model)
-    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
-
-
-class FailsAtThird(WrappedBackend):
-    """The third write is refused."""
-
-    num_writes = 0
-
-    def write(self, *args: Any) -> None:
-        self.num_writes += 1
-        if self.num_writes == 3:
-            raise StorageError(5, "refused")
-        super().write(*args)
-
-
-def test_a_write_that_fails_leaves_every_weight_good(opened: Callable[..., Offloader]) -> None:
-    plain, model = built(), built()
-    offloader = opened(_wrap_backend=FailsAtThird)
-    with pytest.raises(StorageError, match="refused"):
-        offloader.register_module(model)
-    assert equal_weights(model, plain)
-    offloader.register_module(model)
-    assert same(train(model, offloader), train(plain))
-
-
-def test_a_read_that_fails_is_an_error_that_names_the_weight(
-    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = built()
-    offloader = opened(model)
-    train(model, offloader, steps=2)
-
-    def refuse(self: Any, start: int, nbytes: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("lightning_ssd.memory.file_mapping.FileView.bring_in", refuse)
-        with pytest.raises(StorageError, match=r"weight .*weight \([\d,]+ bytes\) could not be read from its drive"):
-            train(model, offloader, steps=2)
-    for _ in range(2):  # the drive is well again; a read ahead that has failed meanwhile is tried anew
-        assert model(next(batches(1))).isfinite().all()
-
-
-def test_edits_that_the_drive_has_lost_are_told_at_close(
-    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = built()
-    offloader = opened(model)
-
-    def refuse(fd: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fdatasync", refuse)
-        with pytest.raises(StorageError, match="weights or gradients that were changed could not be written"):
-            offloader.close()
-    assert equal_weights(model, built())
-
-
-def test_nothing_frozen_is_told(opened: Callable[..., Offloader]) -> None:
-    torch.manual_seed(0)
-    with pytest.warns(UserWarning, match="moves nothing: no weight of at least min_tensor_bytes is frozen"):
-        opened(Net())
-
-
-def test_other_devices_are_refused(spill_dir: Path) -> None:
-    offloader = Offloader(policy=policy(), hardware=HardwareProfile(paths=[spill_dir]), device="meta")
-    with pytest.raises(ConfigError, match="Use another device"):
-        offloader.open()
-
-
-def test_an_interrupt_ends_the_wait_for_the_drive(
-    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what has been taken over by then waits, and is right."""
-    go_on = threading.Event()
-    plain, model = built(), built()
-    offloader = opened()
-    timer = threading.Timer(0.2, os.kill, args=(os.getpid(), signal.SIGINT))
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fdatasync", lambda fd: go_on.wait(60))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            offloader.register_module(model)
-        assert not go_on.is_set()
-        go_on.set()
-        timer.join()
-    offloader.register_module(model)
-    assert same(train(model, offloader), train(plain))
-    assert offloader.stats.weights_bytes > 0

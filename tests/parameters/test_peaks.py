@@ -93,23 +93,16 @@ def test_two_units_of_weights_and_of_gradients_are_in_memory_at_a_time(activatio
         watched.step(1)
         watched.is_watching = True
         offloader.reset_peaks()
-        watched.step(2)
+        watched.step(2, set_to_none=False)
         states = offloader.optimizer_stats[0]
         assert offloader.stats.weights_resident_peak_bytes <= 2 * unit * MARGIN
         assert states.resident_peak_bytes <= NUM_SLOTS * states.subgroup_bytes * MARGIN
         # There are no gradients in forward. Later, no more of them than of weights.
         assert unit < watched.peaks["forward"] <= 2 * unit * MARGIN
         assert unit < watched.peaks["after"] <= (2 + 2) * unit * MARGIN
-
-
-def test_gradients_that_are_zeros_are_not_in_memory_in_forward(spill_dir: Path) -> None:
-    with all_away(spill_dir, activations="keep") as offloader:
-        watched = Watched(offloader, spill_dir)
-        unit = max(storage_bytes(large(block)) for block in watched.model.transformer.h)
-        for number in range(3):
-            watched.is_watching = number == 2
-            watched.step(number, set_to_none=False)
-        assert unit < watched.peaks["forward"] <= 2 * unit * MARGIN
+        watched.peaks["forward"] = 0
+        watched.step(3)
+        assert unit < watched.peaks["forward"] <= 2 * unit * MARGIN, "nor such that are zeros"
 
 
 @pytest.mark.parametrize("others", ["keep", "offload"])

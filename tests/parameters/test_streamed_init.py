@@ -14,9 +14,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.common.dtensor import CutWatch
-from tests.parameters.test_paged_weights import built, equal_weights, policy, same, train
+from tests.parameters.test_paged_weights import (
+    policy,
+)
 from tests.support.late import late_copies
 from tests.support.patience import PATIENCE_S
+from tests.support.weight_loops import built, equal_weights, same, train
 
 Opened = Callable[[], Offloader]
 _METHODS = ("_init_sharded_param", "reset_sharded_param")

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import _thread
-import itertools
 import os
-import resource
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,21 +15,17 @@ from torch import nn
 from lightning_ssd.common.tensors import Piece
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError
-from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.host_room import HostRoom
-from lightning_ssd.memory.mmap import PAGE_BYTES
-from lightning_ssd.parameters.files import mapped_storage, write_back
+from lightning_ssd.parameters.files import mapped_storage
 from lightning_ssd.parameters.files.cache_reader import CacheReader, Read
 from lightning_ssd.parameters.files.mapped_storage import FiledStorage
 from lightning_ssd.parameters.files.update_pages import UpdatePages
 from lightning_ssd.parameters.files.weight_files import WeightFiles
-from lightning_ssd.parameters.paged_parameters import PagedParameters
 from lightning_ssd.storage.posix import PosixBackend
 from tests.parameters.test_gradient_writes import evict
-from tests.parameters.test_paged_weights import in_a_fork
 from tests.support.process_memory import dirtied_bytes, read_bytes, shown_bytes
+from tests.support.weight_loops import in_a_fork
 
-_WAIT = 1 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE and _AFTER: for what is being written, and begins nothing
 NUMEL = 1 << 20
 NBYTES = 4 * NUMEL
 
@@ -92,12 +82,6 @@ def whole(parameter: nn.Parameter) -> list[Piece]:
     return [Piece(parameter, 0, parameter.numel())]
 
 
-def faults() -> int:
-    """Of this thread."""
-    used = resource.getrusage(resource.RUSAGE_THREAD)
-    return used.ru_minflt + used.ru_majflt
-
-
 def update(parameter: nn.Parameter) -> None:
     assert parameter.grad is not None
     with torch.no_grad():
@@ -108,23 +92,6 @@ def settled() -> None:
     """What was asked for has come."""
     for ended in asked.values():
         ended.wait()
-
-
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("_one_thread")
-def test_the_optimizer_has_no_faults(parameters: list[nn.Parameter], pages: UpdatePages) -> None:
-    for now, following in zip(parameters, [*parameters[1:], None], strict=True):
-        with pages.updating(whole(now), [] if following is None else whole(following)):
-            before = faults()
-            update(now)
-            assert faults() - before < NBYTES // PAGE_BYTES // 8
 
 
 def test_the_next_ones_come_and_the_last_ones_leave(
@@ -143,34 +110,6 @@ def test_the_next_ones_come_and_the_last_ones_leave(
     assert read_bytes() == before
 
 
-def test_nothing_is_mapped_to_be_written_to_while_anything_is_read(
-    parameters: list[nn.Parameter], pages: UpdatePages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system might write it before it has changed, and once more after that."""
-    seen: list[tuple[str, int]] = []
-    real = FileView.bring_in
-
-    def bring_in(view: FileView, start: int, nbytes: int, *, changes: bool = False) -> None:
-        before = read_bytes()
-        real(view, start, nbytes, changes=changes)
-        seen.append(("mapped" if changes else "shown", read_bytes() - before))
-
-    monkeypatch.setattr(FileView, "bring_in", bring_in)
-    with pages.updating([*whole(parameters[0]), *whole(parameters[1])], []):
-        pass
-    first = seen.index(("mapped", 0))
-    assert sum(nbytes for _, nbytes in seen[:first]) >= 4 * NBYTES
-    assert not sum(nbytes for _, nbytes in seen[first:])
-
-
-def test_what_was_foreseen_need_not_come(parameters: list[nn.Parameter], pages: UpdatePages, spill_dir: Path) -> None:
-    expected = [(p.detach() - p.grad).clone() for p in parameters if p.grad is not None]
-    for now, following in ((0, 1), (2, 0), (1, 1)):
-        with pages.updating(whole(parameters[now]), whole(parameters[following])):
-            update(parameters[now])
-    assert all(map(torch.equal, parameters, expected))
-
-
 def test_no_more_is_changed_than_the_piece(
     parameters: list[nn.Parameter], files: WeightFiles, pages: UpdatePages, spill_dir: Path
 ) -> None:
@@ -184,24 +123,6 @@ def test_no_more_is_changed_than_the_piece(
     # The file system changes no less than what it has read in one piece.
     assert NBYTES // 2 <= dirtied_bytes() - before <= NBYTES
     assert shown_bytes(spill_dir) == 0
-
-
-def test_a_gradient_in_another_order_comes_as_a_whole(files: WeightFiles, pages: UpdatePages, spill_dir: Path) -> None:
-    parameter = nn.Parameter(torch.zeros(1024, 1024))
-    parameter.grad = in_file(files, torch.randn(1024, 1024)).t()
-    evict(files)
-    with pages.updating([Piece(parameter, 0, 1024)], []):
-        assert shown_bytes(spill_dir) == NBYTES
-    assert shown_bytes(spill_dir) == 0
-
-
-def test_ordinary_memory_and_missing_gradients_are_left_alone(pages: UpdatePages) -> None:
-    parameter, sparse = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8, 2))
-    sparse.grad = torch.ones(8, 2).to_sparse()
-    meta = nn.Parameter(torch.empty(8, device="meta"))
-    for one in (parameter, sparse, meta):
-        with pages.updating(whole(one), whole(one)):
-            pass
 
 
 @pytest.mark.parametrize("when", ["now", "ahead"])
@@ -231,40 +152,6 @@ def test_a_fork_is_left_alone(parameters: list[nn.Parameter], pages: UpdatePages
         pages.close()
 
     assert in_a_fork(enter) == 0
-
-
-@pytest.fixture
-def slow_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
-    """Of parts of weights, ahead of their update: when each has begun and ended."""
-    seen: list[tuple[float, float]] = []
-    real_show = FileView.show
-
-    def show(view: FileView, *args: Any, **options: Any) -> None:
-        begun_s = time.perf_counter()
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.3)
-            seen.append((begun_s, time.perf_counter()))
-        real_show(view, *args, **options)
-
-    monkeypatch.setattr(FileView, "show", show)
-    return seen
-
-
-def test_what_is_read_in_vain_ends_before_anything_else_is_read(
-    parameters: list[nn.Parameter], pages: UpdatePages, slow_reads: list[tuple[float, float]]
-) -> None:
-    for parameter in parameters:
-        parameter.grad = None
-    with pages.updating([], [*whole(parameters[0]), *whole(parameters[1])]):
-        time.sleep(0.1)
-    with pages.updating(whole(parameters[2]), whole(parameters[1])):
-        pass
-    pages.close()
-    num_read = len(slow_reads)
-    time.sleep(0.7)
-    assert len(slow_reads) == num_read <= 2, "of three: the second one was not wanted any more"
-    for (_, ended_s), (begun_s, _) in itertools.pairwise(slow_reads):
-        assert ended_s <= begun_s, "two threads read weights at a time"
 
 
 class Room(HostRoom):
@@ -304,24 +191,6 @@ def test_what_was_updated_is_written_at_once_where_memory_is_short(
     pages.close()
 
 
-@pytest.mark.skipif(write_back._sync_file_range is None, reason="the system cannot be asked to begin to write")
-def test_begun_writing_goes_to_the_file(parameters: list[nn.Parameter], files: WeightFiles) -> None:
-    """What is written to the drive is clean, and counts again when it changes."""
-    memory = mapped_storage.filed_storage(parameters[1])
-    assert memory is not None
-    with torch.no_grad():
-        parameters[1].zero_()
-    memory.send_out()
-    memory.begin_writing_part(0, NBYTES)
-    with memory._arena.use() as fd:
-        assert write_back._sync_file_range(fd, 0, 0, _WAIT) == 0  # type: ignore[misc]
-    before = dirtied_bytes()
-    with torch.no_grad():
-        parameters[1].fill_(1.0)
-    assert dirtied_bytes() - before >= NBYTES
-    assert bool((parameters[1] == 1.0).all())
-
-
 def test_without_threads_they_come_when_it_is_their_turn(
     parameters: list[nn.Parameter], files: WeightFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,21 +206,3 @@ def test_without_threads_they_come_when_it_is_their_turn(
             update(now)
     pages.close()
     assert all(map(torch.equal, parameters, expected))
-
-
-def test_pages_leave_before_the_pager_asks_for_those_of_the_next_forward() -> None:
-    """It asks for weights that may just have been updated: their pages would leave again."""
-    left = []
-
-    @contextmanager
-    def told(name: str) -> Iterator[None]:
-        yield
-        left.append(name)
-
-    pages, pager = (
-        SimpleNamespace(updating=lambda now, following, name=name: told(name)) for name in ("pages", "pager")
-    )
-    parameters = PagedParameters(weights=SimpleNamespace(pager=pager), pages=pages)  # type: ignore[arg-type]
-    with parameters.updating([], []):
-        pass
-    assert left == ["pages", "pager"]

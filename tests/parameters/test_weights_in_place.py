@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import errno
-import gc
-import io
 import os
-import shutil
-import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,32 +16,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_ssd import Offloader
-from lightning_ssd.common.tensors import Region
-from lightning_ssd.errors import CorruptionError, StorageError
-from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES
-from lightning_ssd.memory.page_table import has_copies
+from lightning_ssd.errors import StorageError
 from lightning_ssd.parameters.files import source_files
-from lightning_ssd.parameters.files.file_slices import private_mapping
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
-from lightning_ssd.parameters.windows import Window
 from tests.parameters.test_paged_weights import (
-    Between,
-    Net,
     _averaged,
     _exchanged,
     _loaded,
     _past_autograd,
     _unfrozen,
-    batches,
-    built,
-    equal_weights,
-    frozen,
-    in_a_fork,
     policy,
-    same,
-    train,
 )
 from tests.support.offloaders import offloaders
+from tests.support.pairs import pairwise
+from tests.support.weight_loops import Between, Net, batches, built, equal_weights, frozen, in_a_fork, same, train
 
 Make = Callable[..., Offloader]
 
@@ -109,9 +91,7 @@ def written_bytes(offloader: Offloader) -> int:
 # -- the same bits, and nothing written ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activations", ["keep", "recompute_offload"])
+@pairwise("num_shards, dtype, activations", [1, 3], [torch.float32, torch.bfloat16], ["keep", "recompute_offload"])
 def test_training_has_the_bits_of_plain_pytorch_and_writes_no_weight(
     num_shards: int, dtype: torch.dtype, activations: str, opened: Make, folder: Path
 ) -> None:
@@ -178,13 +158,21 @@ def test_what_was_edited_before_goes_to_a_file_of_ours(opened: Make, folder: Pat
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("edit", [_averaged, _past_autograd, _exchanged, _loaded, _unfrozen])
-def test_edits_between_steps_are_not_lost_and_not_in_the_file(edit: Between, opened: Make, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("edit", "verify"),
+    [
+        *((edit, "off") for edit in (_averaged, _past_autograd, _exchanged, _loaded, _unfrozen)),
+        (_past_autograd, "full"),
+    ],
+)
+def test_edits_between_steps_are_not_lost_not_in_the_file_and_no_corruption(
+    edit: Between, verify: str, opened: Make, folder: Path
+) -> None:
     paths = saved(folder)
     before = contents(folder)
     plain, model = loaded(paths), loaded(paths)
     expected = train(plain, between=edit, steps=5)
-    offloader = opened(model)
+    offloader = opened(model, verify=verify)
     assert same(train(model, offloader, between=edit, steps=5), expected)
     assert equal_weights(model, plain)
     offloader.close()
@@ -330,20 +318,6 @@ def test_what_has_to_leave_the_file_is_aligned_as_it_was_there(
     assert all(map(torch.equal, found, expected))
 
 
-def test_copies_and_checkpoints(opened: Make, folder: Path) -> None:
-    model = loaded(saved(folder))
-    opened(model)
-    twin = copy.deepcopy(model)
-    stream = io.BytesIO()
-    torch.save(model.state_dict(), stream)
-    stream.seek(0)
-    assert equal_weights(twin, built())
-    assert same(list(torch.load(stream).values()), list(built().state_dict().values()))
-    with torch.no_grad():
-        model.blocks[0].up.weight.zero_()
-    assert equal_weights(twin, built())
-
-
 def test_a_fork_has_its_own(opened: Make, folder: Path) -> None:
     model = loaded(saved(folder))
     offloader = opened(model)
@@ -443,195 +417,6 @@ def test_what_cannot_be_proved_is_copied(
     assert same(train(model, offloader), train(plain))
 
 
-# -- the file changes ------------------------------------------------------------------------------------------------
-
-
-def _overwritten(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        file.write(b"\x00" * 5000)
-
-
-def _saved_again(path: Path) -> None:
-    state = {name: value * 2 for name, value in built().state_dict().items() if name != "head.weight"}
-    path.write_bytes(b"")
-    save_file(state, path.with_suffix(".new"))
-    path.write_bytes(path.with_suffix(".new").read_bytes())
-
-
-def _with_its_old_time(path: Path) -> None:
-    before = path.stat()
-    _overwritten(path)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-@pytest.mark.parametrize("change", [_overwritten, _saved_again, _with_its_old_time])
-def test_a_file_that_changes_ends_training_in_the_same_step(
-    change: Callable[[Path], None], opened: Make, folder: Path
-) -> None:
-    (path,) = saved(folder)
-    model = loaded([path])
-    offloader = opened(model)
-    updates = []
-
-    def edit(model: nn.Module, step: int) -> None:
-        updates.append(step)
-        if step == 1:
-            change(path)
-
-    with pytest.raises(StorageError, match=r"model-00001-of-00001\.safetensors was changed while frozen weights wait"):
-        train(model, offloader, between=edit)
-    assert updates == [0, 1], "no update was made with other weights"
-    with pytest.raises(StorageError, match="was changed"):
-        offloader.close()
-
-
-def test_a_change_right_after_the_taking_over_is_seen(opened: Make, folder: Path) -> None:
-    """A clock that is coarse could give both the same time."""
-    (path,) = saved(folder)
-    model = loaded([path])
-    os.utime(path)
-    offloader = opened(model)
-    os.utime(path)
-    with pytest.raises(StorageError, match="was changed"):
-        train(model, offloader)
-    with pytest.raises(StorageError, match="was changed"):
-        offloader.close()
-
-
-@pytest.mark.parametrize("change", ["link", "unlink", "replace"])
-def test_other_names_of_the_file_do_no_harm(change: str, opened: Make, folder: Path) -> None:
-    (path,) = saved(folder)
-    plain, model = loaded([path]), loaded([path])
-    expected = train(plain)
-    offloader = opened(model)
-    if change == "link":
-        os.link(path, path.with_suffix(".backup"))
-    elif change == "unlink":
-        path.unlink()
-    else:
-        shutil.copy(path, path.with_suffix(".new"))
-        os.replace(path.with_suffix(".new"), path)
-    time.sleep(0.05)
-    assert same(train(model, offloader), expected)
-
-
-# -- a drive that gives back other bytes -----------------------------------------------------------------------------
-
-
-def _flip_a_bit(path: Path) -> None:
-    """Of a weight of the second block, as a drive would: nothing tells of it."""
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size - 10_000)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-
-
-@pytest.mark.parametrize("verify", ["off", "full"])
-def test_a_flipped_bit_is_noticed_with_full_verification(
-    verify: str, monkeypatch: pytest.MonkeyPatch, opened: Make, folder: Path
-) -> None:
-    """What is patched stays so until the offloader has been closed."""
-    paths = saved(folder)
-    plain, model = loaded(paths), loaded(paths)
-    expected = train(plain)
-    monkeypatch.setattr(source_files.SourceFile, "look", lambda self: None)
-    offloader = opened(model, verify=verify)
-    half = train(model, offloader, steps=2)
-    assert same(half, expected[: len(half)])
-    _flip_a_bit(paths[0])
-    if verify == "full":
-        with pytest.raises(CorruptionError, match="has given back other bytes"):
-            train(model, offloader, steps=2)
-    else:
-        train(model, offloader, steps=2)
-
-
-def test_edits_are_no_corruption(opened: Make, folder: Path) -> None:
-    paths = saved(folder)
-    plain, model = loaded(paths), loaded(paths)
-    expected = train(plain, between=_past_autograd)
-    assert same(train(model, opened(model, verify="full"), between=_past_autograd), expected)
-
-
-@pytest.mark.parametrize("is_edited", [False, True])
-def test_a_weight_may_go_while_its_bytes_are_verified(
-    is_edited: bool, opened: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = loaded(saved(folder))
-    offloader = opened(model, verify="full")
-    pager = offloader._parts.parameters.pager
-    assert pager is not None
-    weight = pager.find(model.blocks[0].up.weight.untyped_storage())
-    assert weight is not None
-    if is_edited:
-        model.blocks[0].up.weight.data.view(-1)[0] += 1
-    look, are_mapped = source_files.checksum, []
-
-    def drop_then_look(region: Region) -> int:
-        up = model.blocks[0].up
-        up.weight = nn.Parameter(up.weight.detach().clone(), requires_grad=False)
-        pager.border()
-        are_mapped.append(private_mapping(region.address) is not None)
-        return look(region) if are_mapped[-1] else 0
-
-    monkeypatch.setattr(source_files, "checksum", drop_then_look)
-    weight.memory.bring_in()
-    assert are_mapped == [True]
-
-
-def test_a_file_that_no_weight_waits_in_any_more_may_change(opened: Make, folder: Path) -> None:
-    (path,) = saved(folder)
-    model, other = loaded([path]), frozen(built())
-    offloader = opened(model)
-    offloader.register_module(other)
-    train(model, offloader, steps=1)
-    del model
-    gc.collect()
-    offloader.send_out_weights()
-    path.write_bytes(bytes(path.stat().st_size))
-    train(other, offloader, steps=1)
-    offloader.close()
-
-
-def test_a_weight_that_was_copied_from_a_changed_file_is_noticed(opened: Make, folder: Path) -> None:
-    (path,) = saved(folder)
-    model = loaded([path])
-    offloader = opened(model)
-    train(model, offloader, steps=1)
-    os.utime(path)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    met: list[weakref.ref[torch.Tensor]] = []
-
-    def step() -> None:
-        batch = torch.zeros(3)
-        met.append(weakref.ref(batch))
-        train(model, offloader, steps=1)
-
-    for _ in range(2):
-        with pytest.raises(StorageError, match="was changed while frozen weights wait in it"):
-            step()
-    gc.collect()
-    assert [batch() for batch in met] == [None, None], "what a file's error is kept with holds no frame of a step"
-    with pytest.raises(StorageError, match="was changed while frozen weights wait in it"):
-        offloader.close()
-
-
-# -- what it stands on -----------------------------------------------------------------------------------------------
-
-
-def test_the_page_table_tells_what_was_written_to(folder: Path) -> None:
-    (path,) = saved(folder)
-    weight = load_file(path)["blocks.0.up.weight"]
-    assert not has_copies(weight.data_ptr(), weight.nbytes)
-    weight.sum()
-    assert not has_copies(weight.data_ptr(), weight.nbytes)
-    weight.view(-1)[-1] = 0
-    assert has_copies(weight.data_ptr(), weight.nbytes)
-
-
 def test_memory_that_stays_is_left_as_it_is_where_there_is_room(opened: Make, folder: Path) -> None:
     paths = saved(folder)
     plain, model = loaded(paths), loaded(paths)
@@ -640,35 +425,3 @@ def test_memory_that_stays_is_left_as_it_is_where_there_is_room(opened: Make, fo
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     assert not any(is_mapped(parameter.untyped_storage()) for parameter in model.parameters())
     assert same(train(model, offloader), train(plain))
-
-
-def test_large_weights_lie_as_huge_pages_of_the_file_do(opened: Make, folder: Path) -> None:
-    """Else mapping them, which nobody does ahead, takes fifty times as long."""
-    save_file({"bias": torch.randn(4096), "weight": torch.randn(4096, 256)}, folder / "model.safetensors")
-    model = nn.Linear(256, 4096).requires_grad_(False)
-    model.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
-    opened(model)
-    assert is_mapped(model.weight.untyped_storage())
-    mapping = private_mapping(model.weight.data_ptr())
-    assert mapping is not None
-    assert (mapping.start - mapping.offset) % HUGE_PAGE_BYTES == 0
-
-
-def test_a_file_that_refuses_to_be_closed_leaves_nothing_of_the_offloader(folder: Path, opened: Make) -> None:
-    model, plain = loaded(saved(folder, num_shards=2)), built()
-    inside = opened(model)
-    weights = inside._parts.parameters.weights
-    assert weights is not None
-    mapped = [weight.memory for weight in weights.pager.weights]
-    sources = list(weights._sources._files.values())
-    os.close(sources[-1].fd)
-    with pytest.raises((OSError, StorageError)):
-        inside.close()
-    assert mapped
-    assert not any(unit.weights for unit in weights.pager.units)
-    assert not any(isinstance(block.__dict__.get("forward"), Window) for block in model.blocks)
-    assert not weights._sources._files
-    for source in sources[:-1]:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(source.fd)
-    assert equal_weights(model, plain)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from tests.support.interrupt_script import PACKAGE, Points
+from tests.support.weight_loops import Loop
 
 
 class PointsIn(Points):
@@ -40,3 +42,18 @@ class PointsIn(Points):
         finally:
             where = self.stop()
         return where
+
+
+class Checkpoint:
+    """What a training was, for whoever goes on from there after an interrupt."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._weights = {name: value.clone() for name, value in loop.model.state_dict().items()}
+        self._states = copy.deepcopy(loop.optimizer.state_dict())
+
+    def load(self, loop: Loop) -> Loop:
+        loop.optimizer.zero_grad()
+        loop.model.load_state_dict(self._weights)
+        loop.optimizer.load_state_dict(copy.deepcopy(self._states))
+        loop.found.clear()
+        return loop

@@ -1,27 +1,41 @@
-"""Offloaders for models on a CPU."""
+"""Offloaders for models on a CPU, or on a device whose copies end late."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from tests.support.late import late_copies
 
 
 @contextmanager
-def offloaders(directory: Path, policy: Callable[..., OffloadPolicy]) -> Iterator[Callable[..., Offloader]]:
-    """Makes open ones with these modules and options of the policy; they are closed at the end."""
+def offloaders(
+    directory: Path, policy: Callable[..., OffloadPolicy], *, is_late: bool = False
+) -> Iterator[Callable[..., Offloader]]:
+    """Makes open ones with these modules and options of the policy; they are closed at the end.
+
+    Args:
+        directory: of their files.
+        policy: makes it of options.
+        is_late: they are for a device whose copies end late, with ``host_memory`` 0 unless it is told.
+    """
     made = []
+    with late_copies(max_delay_s=0.001) if is_late else nullcontext() as copies:
 
-    def make(*modules: nn.Module, **options: Any) -> Offloader:
-        named = {name: options.pop(name) for name in ("_wrap_backend",) if name in options}
-        made.append(Offloader(policy=policy(**options), hardware=HardwareProfile(paths=[directory]), **named))
-        return made[-1].open(*modules)
+        def make(*modules: nn.Module, **options: Any) -> Offloader:
+            named = {name: options.pop(name) for name in ("_wrap_backend", "agree") if name in options}
+            memory = {"host_memory": options.pop("host_memory", 0)} if is_late else {}
+            if is_late:
+                named["_copies"] = copies
+            hardware = HardwareProfile(paths=[directory], **memory)
+            made.append(Offloader(policy=policy(**options), hardware=hardware, **named))
+            return made[-1].open(*modules)
 
-    yield make
-    for offloader in made:
-        offloader.close()
+        yield make
+        for offloader in made:
+            offloader.close()

@@ -28,12 +28,13 @@ def huge_page_bytes(region: Region) -> int:
 
 def shown_bytes(directory: Path) -> int:
     """What is in memory now of mappings that show files in a directory."""
-    is_inside, found, shown = False, 0, str(directory.resolve())
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ", 1)[0]:
-            is_inside = shown in line
-        elif is_inside and line.startswith("Rss:"):
-            found += int(line.split()[1]) << 10
+    found, shown = 0, str(directory.resolve())
+    with open("/proc/self/pagemap", "rb", buffering=0) as table:  # what /proc/self/smaps adds up takes much longer
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if shown in line:
+                first, stop = (int(part, 16) // 4096 for part in line.split()[0].split("-"))
+                entries = os.pread(table.fileno(), 8 * (stop - first), 8 * first)
+                found += 4096 * sum(flags >> 7 for flags in entries[7::8])
     return found
 
 

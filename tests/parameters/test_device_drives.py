@@ -1,0 +1,254 @@
+"""Gradients of a device whose drives fail, fill or are interrupted, and what is left of them at the end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import HardwareProfile, Offloader
+from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.planning import update_memory
+from tests.parameters.test_device_gradients import Opened, backward, gone, have_left, pager_of, policy
+from tests.parameters.test_device_weights import eventually
+from tests.support import weight_loops
+from tests.support.faults import FaultyBackend, always, eio, enospc
+from tests.support.interrupted_points import Checkpoint, PointsIn
+from tests.support.late import late_copies
+from tests.support.offloaders import offloaders
+from tests.support.pairs import each_once
+from tests.support.pretended_training import on, pretended_device
+from tests.support.pretended_weights import weights_of
+from tests.support.weight_loops import PROGRAMS, Loop, same
+
+
+@pytest.fixture(autouse=True)
+def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of this model in many parts, of which some are slices of a gradient."""
+    monkeypatch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 17)
+
+
+@pytest.fixture
+def opened(spill_dir: Path) -> Iterator[Opened]:
+    with offloaders(spill_dir, policy, is_late=True) as make:
+        yield make
+
+
+def test_what_wears_drives_is_told_before_the_first_step(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lightning_ssd"):
+        Loop(opened(host_memory=0))
+        Loop(opened(host_memory="1GiB"))
+    told = [record.getMessage() for record in caplog.records if "each backward writes" in record.getMessage()]
+    assert "of gradients wait between backward and update" in told[0]
+    assert "writes 0.00" not in told[0]
+    assert "writes 0.00" in told[1] or "writes 0 " in told[1]
+
+
+def test_places_come_back(opened: Opened) -> None:
+    offloader = opened()
+    tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
+    loop = Loop(offloader).run(2)
+    used = []
+    for _ in range(4):
+        loop.run(1)
+        offloader.send_out_weights()
+        used.append((sum(arena.used_bytes for arena in tier._arenas), len(pager_of(offloader).units)))
+    assert used == [(0, used[0][1])] * 4
+
+
+def test_of_models_that_are_gone_nothing_is_left(opened: Opened) -> None:
+    offloader = opened()
+    offloader.expect_no_optimizer()
+    tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
+    for _ in range(3):
+        loop = Loop()
+        offloader.register_module(loop.model)
+        loop.offloader = offloader
+        backward(loop)
+        del loop
+        gc.collect()
+        offloader.send_out_weights()
+    assert eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
+    assert not pager_of(offloader).weights
+
+
+def test_after_closing_they_are_plain_tensors(opened: Opened) -> None:
+    offloader, plain = opened(), Loop()
+    loop = Loop(offloader)
+    backward(loop)
+    assert have_left(offloader, loop.model)
+    offloader.close()
+    loop.offloader = None
+    backward(plain)
+    for one in (loop, plain):
+        backward(one, step=1)
+    assert {type(p.grad) for p in loop.model.parameters()} == {torch.Tensor}
+    assert same([p.grad for p in loop.model.parameters()], [p.grad for p in plain.model.parameters()])
+
+
+def test_who_uses_a_lost_gradient_is_refused(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    offloader = opened()
+    loop = Loop(offloader)
+    backward(loop)
+    assert have_left(offloader, loop.model)
+
+    def full(storage: torch.UntypedStorage, nbytes: int) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", full)
+        with pytest.warns(UserWarning, match="gradients do not fit on the device"):
+            offloader.close()
+    parameter = next(p for name, p in loop.model.named_parameters() if name in gone(loop.model))
+    with pytest.raises(OffloaderClosedError):
+        parameter.grad.sum()
+    loop.offloader = None
+    with pytest.raises(OffloaderClosedError):
+        backward(loop, step=1)
+    loop.model.zero_grad()
+    backward(loop, step=1)
+    assert type(parameter.grad) is torch.Tensor
+
+
+def clip(model: nn.Module) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+class Failing:
+    """Drives that fail from :meth:`begin` on, until they are told to stop."""
+
+    def __init__(self, window: str, **fails: Callable[[], BaseException]) -> None:
+        self._window, self._fails = window, fails
+        self._backends: list[FaultyBackend] = []
+
+    def wrap(self, backend: Any) -> FaultyBackend:
+        self._backends.append(FaultyBackend(backend))
+        return self._backends[-1]
+
+    def begin(self, window: str) -> None:
+        """A part of a step begins: in one of them the drives fail."""
+        for name, error in self._fails.items():
+            for backend in self._backends:
+                setattr(backend, name, always(error) if window == self._window else None)
+
+
+@pytest.mark.parametrize("failure", [eio, enospc])
+@pytest.mark.parametrize("window", ["moving out", "accumulation", "clipping", "update"])
+def test_a_drive_that_takes_nothing_for_a_while_costs_no_bit(window: str, failure: Any, opened: Opened) -> None:
+    failing, found = Failing(window, fail_write=failure), []
+    for offloader in (None, opened(_wrap_backend=failing.wrap)):
+        loop, seen = Loop(offloader), []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*(cannot|could not) be written")
+            for step in range(3):
+                failing.begin("moving out")
+                backward(loop, step=2 * step)
+                failing.begin("accumulation")
+                backward(loop, step=2 * step + 1)
+                failing.begin("clipping")
+                seen += [clip(loop.model), *(p.grad.clone() for p in loop.model.parameters())]
+                failing.begin("update")
+                loop.optimizer.step()
+                failing.begin("end")
+                loop.optimizer.zero_grad()
+        found.append([*seen, *loop.result()])
+    assert same(*found)
+
+
+@pytest.mark.parametrize("window", ["accumulation", "clipping", "update"])
+def test_a_drive_that_gives_nothing_back_says_what_to_do(window: str, opened: Opened) -> None:
+    failing = Failing(window, fail_read=eio)
+    offloader = opened(_wrap_backend=failing.wrap)
+    loop, plain = Loop(offloader), Loop()
+    backward(loop)
+    assert have_left(offloader, loop.model)
+    does: dict[str, Callable[[], object]] = {
+        "accumulation": lambda: backward(loop, step=1),
+        "clipping": lambda: clip(loop.model),
+        "update": lambda: loop.optimizer.step(),
+    }
+    failing.begin(window)
+    with pytest.raises(StorageError) as refused:
+        does[window]()
+    failing.begin("end")
+    assert "from a checkpoint" in " ".join([str(refused.value), *getattr(refused.value, "__notes__", ())])
+    if window == "update":
+        with pytest.raises(RuntimeError, match="an earlier step of this optimizer is incomplete"):
+            loop.optimizer.step()
+        return
+    loop.optimizer.zero_grad()  # what was lost is made anew
+    offloader.send_out_weights()
+    assert same(loop.run(2).result(), plain.run(2).result())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters", [pytest.param("keep", marks=pytest.mark.exhaustive), "offload"])
+def test_an_interrupt_at_each_point_leaves_gradients_as_they_were_or_became(
+    parameters: Any, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In accumulation, clipping and update. Then the last checkpoint is loaded, and the step repeated."""
+    monkeypatch.setattr(weight_loops, "NUM_BLOCKS", 2)
+
+    def step(loop: Loop, seen: list[list[torch.Tensor]] | None = None) -> None:
+        for number in range(2):
+            backward(loop, step=number)
+            if seen is not None:
+                seen.append([p.grad.clone() for p in loop.model.parameters()])
+        clip(loop.model)
+        if seen is not None:
+            seen.append([p.grad.clone() for p in loop.model.parameters()])
+        loop.optimizer.step()
+
+    names = ("device_gradients", "device_moves")
+    points, num = PointsIn(*(f"parameters/{name}.py" for name in names)), 0
+    with (
+        late_copies(max_delay_s=0) as copies,
+        Offloader(
+            policy=policy(parameters=parameters), hardware=HardwareProfile(paths=[spill_dir]), _copies=copies
+        ) as offloader,
+    ):
+        loop = Loop(offloader).run(1)
+        checkpoint = Checkpoint(loop)
+        plain, seen = checkpoint.load(Loop()), []
+        step(plain, seen)
+        expected = plain.result()
+        checkpoint.load(loop)
+        while (where := points.interrupt(lambda: step(loop))) is not None:
+            num += 1
+            for number, parameter in enumerate(loop.model.parameters()):
+                if parameter.grad is not None:
+                    found = parameter.grad.clone()
+                    assert any(torch.equal(found, gradients[number]) for gradients in seen), where
+            step(checkpoint.load(loop))
+            assert same(loop.result(), expected), where
+            checkpoint.load(loop)
+        assert num > 50
+        checkpoint.load(loop)  # the last step was not interrupted, and has left gradients
+        gc.collect()
+        assert eventually(offloader, lambda: not pager_of(offloader).weights)
+        if parameters == "keep":
+            tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
+            assert eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
+
+
+@each_once(
+    "program, host_memory, seed",
+    ["adamw", "accumulated zeros", "clip norm", "edited gradients", "checkpointed"],
+    [0, "1MiB", "1GiB"],
+    range(2),
+)
+def test_no_race(program: str, host_memory: Any, seed: int, spill_dir: Path) -> None:
+    options = PROGRAMS[program]
+    expected = Loop(**options).run(3).result()
+    with pretended_device(seed=seed) as device, weights_of(device):
+        hardware = HardwareProfile(paths=[spill_dir], host_memory=host_memory)
+        with Offloader(policy=policy(parameters="offload"), hardware=hardware, **on(device)) as offloader:
+            assert same(Loop(offloader, **options).run(3).result(), expected)
+    assert not device.faults, set(device.faults)

@@ -1,0 +1,324 @@
+"""Programs that are not kind to weights of a device that wait, nor to their gradients: the bits of plain training."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import Offloader
+from lightning_ssd.parameters.device_pager import _guarding_lost_weights
+from lightning_ssd.planning import update_memory
+from tests.parameters.test_device_gradients import backward, pager_of
+from tests.parameters.test_device_gradients import have_left as gradients_have_left
+from tests.parameters.test_device_training import Opened, have_left, policy
+from tests.support.helpers import meaning_of
+from tests.support.offloaders import offloaders
+from tests.support.pairs import pairwise
+from tests.support.weight_loops import WIDTH, Loop, batches, same
+
+GRADIENTS = {"parameters": "keep", "gradients": "offload"}
+
+
+@pytest.fixture(autouse=True)
+def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of this model in many parts, of which some are slices of a weight."""
+    monkeypatch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 17)
+
+
+@pytest.fixture
+def opened(spill_dir: Path) -> Iterator[Opened]:
+    with offloaders(spill_dir, policy, is_late=True) as make:
+        yield make
+
+
+def _view_held(model: nn.Module, optimizer: Any, step: int) -> None:
+    model.__dict__.setdefault("held", []).append(model.blocks[1].up.weight.detach()[3:7])
+
+
+def _rows_of_held_views(model: nn.Module, optimizer: Any, step: int) -> None:
+    _view_held(model, optimizer, step)
+    with torch.no_grad():
+        model.held[-1].mul_(0.5)
+
+
+def _data(model: nn.Module, optimizer: Any, step: int) -> None:
+    model.blocks[0].down.weight.data.mul_(0.9)
+    model.blocks[2].up.weight.data = model.blocks[2].up.weight.data * 0.5
+    model.embedding.weight.detach().numpy()[3] += 0.5
+
+
+def _averaged(model: nn.Module, optimizer: Any, step: int) -> None:
+    average = model.__dict__.setdefault("average", [torch.zeros_like(p) for p in model.parameters()])
+    with torch.no_grad():
+        for held, parameter in zip(average, model.parameters(), strict=True):
+            held.lerp_(parameter, 0.1)
+        if step == 2:
+            for held, parameter in zip(average, model.parameters(), strict=True):
+                parameter.copy_(held)
+
+
+def _loaded(model: nn.Module, optimizer: Any, step: int) -> None:
+    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+
+
+def _toggled(model: nn.Module, optimizer: Any, step: int) -> None:
+    for number, block in enumerate(model.blocks):
+        block.requires_grad_((number + step) % 2 == 0)
+    model.embedding.weight.requires_grad = step != 1
+
+
+def _given_another(model: nn.Module, optimizer: Any, step: int) -> None:
+    """A parameter that the optimizer does not know."""
+    model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach() * 2)
+
+
+def _norm_of_all(model: nn.Module, optimizer: Any, step: int) -> None:
+    norm = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()])
+    model.__dict__.setdefault("norms", []).append(norm)
+    for parameter in model.parameters():
+        parameter.data.div_(norm).mul_(3.0)
+
+
+def _decay(weight: torch.Tensor) -> None:
+    weight.grad.add_(weight.detach(), alpha=1e-3)  # type: ignore[union-attr]
+
+
+def _hooked(model: nn.Module, optimizer: Any, step: int) -> None:
+    if step == 0:
+        for block in model.blocks:
+            block.up.weight.register_hook(lambda gradient, w=block.up.weight: gradient + 1e-3 * w.detach())
+            block.down.weight.register_post_accumulate_grad_hook(_decay)
+
+
+def _states_read(model: nn.Module, optimizer: Any, step: int) -> None:
+    for parameter in model.blocks[1].parameters():
+        optimizer.state[parameter]["exp_avg"].mul_(0.5)
+
+
+HOSTILE = [
+    *(_view_held, _rows_of_held_views, _data, _averaged, _loaded, _toggled, _given_another, _norm_of_all),
+    *(_hooked, _states_read),
+]
+
+
+@pairwise("does, activations, gradients", HOSTILE, ["keep", "offload", "recompute"], ["keep", "offload"])
+def test_what_is_done_between_steps(does: Any, activations: str, gradients: str, opened: Opened) -> None:
+    plain = Loop(after_step=does).run(5)
+    loop = Loop(opened(activations=activations, gradients=gradients), after_step=does).run(5)
+    assert same(loop.result(), plain.result())
+    for name in ("held", "average", "norms"):
+        assert same(loop.model.__dict__.get(name, []), plain.model.__dict__.get(name, []))
+
+
+def losses_of_all_weights(offloader: Offloader | None, use: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Trains on a loss to which all weights contribute outside of their blocks, too."""
+    loop = Loop(offloader)
+    loss_of = loop._loss
+    loop._loss = lambda ids: loss_of(ids) + use(loop.model)  # type: ignore[method-assign]
+    return loop.run().result()
+
+
+def _penalty_of_gradients(model: nn.Module) -> torch.Tensor:
+    """Gradients of gradients."""
+    loss = model.blocks[1](torch.ones(2, WIDTH)).square().mean()
+    weights = [model.blocks[1].up.weight, model.blocks[1].down.weight]
+    return sum(g.square().sum() for g in torch.autograd.grad(loss, weights, create_graph=True))  # type: ignore[return-value]
+
+
+USES: dict[str, Callable[[nn.Module], torch.Tensor]] = {
+    "l2": lambda model: sum(p.square().sum() for p in model.parameters()) * 1e-3,  # type: ignore[return-value]
+    "norms": lambda model: torch.stack([p.norm() for p in model.parameters()]).sum() * 1e-3,
+    "product": lambda model: (model.blocks[0].up.weight @ model.blocks[1].down.weight).diagonal().sum() * 1e-3,
+    "distance": lambda model: (model.blocks[0].up.weight - model.blocks[1].up.weight.detach()).abs().mean(),
+    "penalty": _penalty_of_gradients,
+    "vector": lambda model: nn.utils.parameters_to_vector(model.parameters()).abs().mean(),
+    "functional": lambda model: torch.func.functional_call(
+        model.blocks[0], {"up.weight": model.blocks[1].up.weight}, torch.ones(2, WIDTH)
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("options", [{}, GRADIENTS], ids=["weights", "gradients"])
+@pytest.mark.parametrize("name", USES)
+def test_weights_that_are_in_the_loss_themselves(name: str, options: dict[str, Any], opened: Opened) -> None:
+    expected = losses_of_all_weights(None, USES[name])
+    assert same(losses_of_all_weights(opened(**options), USES[name]), expected)
+
+
+@pytest.mark.parametrize("holds", ["loss", "graph", "accumulators"])
+def test_graphs_that_outlive_their_step(holds: str, opened: Opened) -> None:
+    """What holds the nodes that gather gradients holds no bytes; a graph without our hooks keeps the weights in it."""
+    results = []
+    for offloader in (None, opened()):
+        loop, kept = Loop(offloader), []
+        for _ in range(3):
+            loop.run(1)
+            if holds == "loss":
+                kept.append(loop.model(next(batches(1))).sum())
+            elif holds == "graph":
+                kept.append(torch.stack([p.square().sum() for p in loop.model.parameters()]).sum())
+            else:
+                kept += [torch.autograd.graph.get_gradient_edge(p) for p in loop.model.parameters()]
+        gc.collect()
+        if offloader is not None and holds == "accumulators":
+            assert have_left(offloader, loop.model)
+        results.append(loop.result())
+        if holds != "accumulators":
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                kept[0].backward()
+            kept[-1].backward()
+            results[-1] += [p.grad.clone() for p in loop.model.parameters()]
+    assert same(*results)
+
+
+def test_two_backwards_through_one_graph_and_a_step_in_between(opened: Opened) -> None:
+    messages, results = [], []
+    for offloader in (None, opened()):
+        loop = Loop(offloader)
+        ids = next(batches(1))
+        if offloader is None:
+            loss = loop._loss(ids)
+        else:
+            with offloader.saved_tensors():
+                loss = loop._loss(ids)
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        results.append([p.grad.clone() for p in loop.model.parameters()])
+        if offloader is not None:
+            offloader.end_backward()
+        loop.optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as refused:
+            loss.backward()
+        messages.append(meaning_of(str(refused.value)).partition(" is at ")[0])
+        results[-1] += [value.clone() for value in loop.model.state_dict().values()]
+    assert same(*results)
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, which it means to hide
+def test_compiled_blocks(opened: Opened) -> None:
+    results = []
+    for offloader in (None, opened()):
+        loop = Loop(None)
+        for block in loop.model.blocks:
+            block.compile(backend="aot_eager")
+        if offloader is not None:
+            offloader.register_module(loop.model)
+            loop.offloader = offloader
+            loop.optimizer = offloader.offload_optimizer(torch.optim.AdamW(loop.model.parameters(), lr=1e-2))
+        results.append(loop.run().result())
+    assert same(*results)
+
+
+def load_others(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def swap_with_each_other(model: nn.Module) -> None:
+    torch.utils.swap_tensors(model.blocks[0].up.weight, model.blocks[1].up.weight)
+
+
+def swap_with_a_tensor(model: nn.Module) -> None:
+    torch.utils.swap_tensors(model.blocks[1].up.weight, nn.Parameter(torch.ones_like(model.blocks[1].up.weight)))
+
+
+def swap_gradients_too(model: nn.Module) -> None:
+    model._apply(torch.clone)  # what .to() does to all tensors
+
+
+@pairwise(
+    "options, when, does",
+    [GRADIENTS, {"gradients": "offload"}, {}],
+    ["before_step", "after_step"],
+    [load_others, swap_with_each_other, swap_with_a_tensor, swap_gradients_too],
+)
+def test_swapping_tensors(does: Any, when: str, options: Any, opened: Opened) -> None:
+    """PyTorch loses the hooks of what is swapped: its gradients stay until the module is registered again."""
+
+    def run(offloader: Offloader | None) -> Loop:
+        def swap(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+            if step == 1:
+                does(model)
+            elif step == 2 and offloader is not None:
+                offloader.register_module(model)
+
+        loop = Loop(offloader, **{when: swap})  # type: ignore[arg-type]
+        return loop.run(5)
+
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        offloader = opened(**options)
+        loop, plain = run(offloader), run(None)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert same(loop.result(), plain.result())
+    backward(loop)
+    if options:
+        assert gradients_have_left(offloader, loop.model)
+
+
+@pairwise(
+    "is_closed, register, does",
+    [False, True],
+    ["register_hook", "register_post_accumulate_grad_hook"],
+    [load_others, swap_with_a_tensor],
+)
+def test_hooks_of_the_user_run_after_a_swap(does: Any, register: str, is_closed: bool, opened: Opened) -> None:
+    """A swap leaves a dictionary of hooks that nobody calls; one of ours would swallow the user's."""
+
+    def run(offloader: Offloader | None) -> tuple[int, list[torch.Tensor]]:
+        loop, called = Loop(offloader), []
+        backward(loop)
+        if is_closed and offloader is not None:
+            offloader.close()
+            loop.offloader = None
+        loop.model.zero_grad()
+        does(loop.model)
+        parameter = loop.model.blocks[1].up.weight
+        getattr(parameter, register)(called.append)
+        backward(loop, step=1)
+        return len(called), [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
+
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        (num, gradients), (num_plain, plain) = run(opened(**GRADIENTS)), run(None)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert num == num_plain == 1
+    assert same(gradients, plain)
+
+
+def test_a_conversion_that_is_refused_loses_no_gradient(opened: Opened) -> None:
+    """Module.to() takes the gradient away meanwhile, and gives it back."""
+
+    def run(offloader: Offloader | None) -> list[torch.Tensor]:
+        loop = Loop(offloader)
+        backward(loop)
+        assert offloader is None or gradients_have_left(offloader, loop.model)
+        weight = loop.model.blocks[0].up.weight
+        seen = weight.view_as(weight)
+        with pytest.raises(RuntimeError, match="Couldn't swap"):
+            loop.model.blocks[0].up._apply(torch.clone)
+        del seen
+        backward(loop, step=1)
+        return [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
+
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        assert same(run(opened(**GRADIENTS)), run(None))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_tensors_can_be_swapped_after_closing(opened: Opened) -> None:
+    offloader = opened(gradients="offload")
+    model = Loop(offloader).run(2).model
+    offloader.close()
+    swap_with_each_other(model)
+    assert pager_of(offloader) not in _guarding_lost_weights  # gradients that nobody has are not lost

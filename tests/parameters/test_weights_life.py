@@ -1,0 +1,253 @@
+"""Frozen weights on a drive from the building of a model to the end: forks, closing, and drives that fail."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import Offloader
+from lightning_ssd.errors import OffloaderClosedError, OutOfSpaceError, StorageError
+from lightning_ssd.storage.backend import WrappedBackend
+from lightning_ssd.storage.spill_file import Arena
+from tests.parameters.test_paged_weights import policy
+from tests.support.offloaders import offloaders
+from tests.support.weight_loops import (
+    NUM_BLOCKS,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    batches,
+    built,
+    equal_weights,
+    frozen,
+    in_a_fork,
+    same,
+    train,
+)
+
+
+@pytest.fixture
+def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
+    with offloaders(spill_dir, policy) as make:
+        yield make
+
+
+# -- a model that is never whole in memory ---------------------------------------------------------------------------
+
+
+def test_a_model_built_inside_has_the_same_weights_from_the_same_random_numbers(
+    opened: Callable[..., Offloader],
+) -> None:
+    plain = built()
+    state = torch.get_rng_state()
+    offloader = opened()
+    with offloader.streamed_init():
+        model = built()
+        assert offloader.stats.weights_bytes > 0
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.bias) if module.bias is not None else None
+    assert not torch.equal(torch.get_rng_state(), state)
+    torch.set_rng_state(state)
+    with torch.no_grad():
+        for module in plain.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.bias) if module.bias is not None else None
+    assert equal_weights(model, plain)
+    offloader.register_module(model)
+    assert same(train(model, offloader), train(plain))
+
+
+def test_weights_that_turn_out_to_be_trained_come_back(opened: Callable[..., Offloader]) -> None:
+    offloader = opened()
+    with offloader.streamed_init():
+        model = built()
+    model.blocks[0].requires_grad_(True)
+    offloader.register_module(model)
+    offloader.send_out_weights()
+    assert offloader.stats.weights_bytes == 4 * ((NUM_BLOCKS - 1) * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
+    plain = built()
+    plain.blocks[0].requires_grad_(True)
+    assert same(train(model, offloader), train(plain))
+
+
+def test_without_offloaded_parameters_building_is_as_ever(opened: Callable[..., Offloader]) -> None:
+    offloader = opened(parameters="keep")
+    with offloader.streamed_init():
+        model = built()
+    assert equal_weights(model, built())
+    assert offloader.stats.weights_bytes == 0
+
+
+# -- the end, and what goes wrong ------------------------------------------------------------------------------------
+
+
+def test_a_weight_that_is_gone_gives_its_place_back(opened: Callable[..., Offloader]) -> None:
+    model = built()
+    offloader = opened(model)
+    used = offloader.stats.weights_bytes
+    del model.blocks[3]
+    gc.collect()
+    offloader.send_out_weights()
+    assert offloader.stats.weights_bytes == used - 4 * 8 * WIDTH * WIDTH
+    size = offloader.stats.disk_bytes
+    offloader.register_module(frozen(Block()))
+    assert offloader.stats.disk_bytes == size
+
+
+def test_after_closing_weights_are_there_and_a_second_opening_takes_them_over_again(
+    opened: Callable[..., Offloader], spill_dir: Path
+) -> None:
+    plain, model = built(), built()
+    expected = train(plain) + train(plain)
+    offloader = opened(model)
+    found = train(model, offloader)
+    offloader.close()
+    assert not list(spill_dir.iterdir()), "no name is left"
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(1.0)
+    assert equal_weights(model, built()) is False
+    again = opened(model)
+    assert again.stats.weights_bytes == 4 * (NUM_BLOCKS * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
+    assert same(found + train(model, again), expected)
+
+
+def test_a_fork_is_refused_what_the_parent_may_change(opened: Callable[..., Offloader]) -> None:
+    """It would see later values. An error where a forward asks; the end of the fork where something else does."""
+    model = built()
+    offloader = opened(model)
+    train(model, offloader, steps=2)
+    expected = [weight.detach().clone() for weight in model.parameters()]
+
+    def forward() -> None:
+        with pytest.raises(OffloaderClosedError, match=r"wait on a drive for process \d+, and this is its fork"):
+            model(next(batches(1)))
+
+    assert in_a_fork(forward) == 0
+    assert in_a_fork(lambda: model.blocks[0].up.weight.sum()) == signal.SIGSEGV
+    assert same(list(model.parameters()), expected)
+    assert same(train(model, offloader), train(resumed(expected)))
+
+
+def resumed(weights: list[torch.Tensor]) -> nn.Module:
+    """A model that has these weights."""
+    model = built()
+    with torch.no_grad():
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    return model
+
+
+def test_a_fork_after_closing_has_weights_of_its_own(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    offloader = opened(model)
+    expected = train(plain)
+    assert same(train(model, offloader), expected)
+    offloader.close()
+
+    def change() -> None:
+        assert equal_weights(model, plain)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+
+    assert in_a_fork(change) == 0
+    assert equal_weights(model, plain)
+
+
+def test_a_drive_without_room_is_an_error_before_anything_moves(
+    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built()
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    offloader = opened()
+    monkeypatch.setattr(Arena, "_preallocate", lambda self, nbytes: False)
+    with pytest.raises(OutOfSpaceError, match=r"weights need [\d,]+ bytes in .*is full"):
+        offloader.register_module(model)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+
+
+class FailsAtThird(WrappedBackend):
+    """The third write is refused."""
+
+    num_writes = 0
+
+    def write(self, *args: Any) -> None:
+        self.num_writes += 1
+        if self.num_writes == 3:
+            raise StorageError(5, "refused")
+        super().write(*args)
+
+
+def test_a_write_that_fails_leaves_every_weight_good(opened: Callable[..., Offloader]) -> None:
+    plain, model = built(), built()
+    offloader = opened(_wrap_backend=FailsAtThird)
+    with pytest.raises(StorageError, match="refused"):
+        offloader.register_module(model)
+    assert equal_weights(model, plain)
+    offloader.register_module(model)
+    assert same(train(model, offloader), train(plain))
+
+
+def test_a_read_that_fails_is_an_error_that_names_the_weight(
+    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built()
+    offloader = opened(model)
+    train(model, offloader, steps=2)
+
+    def refuse(self: Any, start: int, nbytes: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_ssd.memory.file_mapping.FileView.bring_in", refuse)
+        with pytest.raises(StorageError, match=r"weight .*weight \([\d,]+ bytes\) could not be read from its drive"):
+            train(model, offloader, steps=2)
+    for _ in range(2):  # the drive is well again; a read ahead that has failed meanwhile is tried anew
+        assert model(next(batches(1))).isfinite().all()
+
+
+def test_edits_that_the_drive_has_lost_are_told_at_close(
+    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built()
+    offloader = opened(model)
+
+    def refuse(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", refuse)
+        with pytest.raises(StorageError, match="weights or gradients that were changed could not be written"):
+            offloader.close()
+    assert equal_weights(model, built())
+
+
+def test_an_interrupt_ends_the_wait_for_the_drive(
+    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what has been taken over by then waits, and is right."""
+    go_on = threading.Event()
+    plain, model = built(), built()
+    offloader = opened()
+    timer = threading.Timer(0.2, os.kill, args=(os.getpid(), signal.SIGINT))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", lambda fd: go_on.wait(60))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            offloader.register_module(model)
+        assert not go_on.is_set()
+        go_on.set()
+        timer.join()
+    offloader.register_module(model)
+    assert same(train(model, offloader), train(plain))
+    assert offloader.stats.weights_bytes > 0

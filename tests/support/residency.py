@@ -1,0 +1,253 @@
+"""Memory that is said to have room for a part of a model: that of a machine, or of a device whose copies end late."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import Offloader, OffloadPolicy
+from lightning_ssd.common.tensors import StorageKey, storage_of
+from lightning_ssd.memory import gauge
+from lightning_ssd.parameters import step_memory
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
+from lightning_ssd.parameters.guard.guard import is_guarded
+from lightning_ssd.parameters.step_memory import StepMemory
+from lightning_ssd.planning import residency, update_memory
+from lightning_ssd.planning.update_memory import update_bytes
+from tests.support.offloaders import offloaders
+from tests.support.weight_loops import MIN_TENSOR, NUM_BLOCKS, WIDTH, Loop, built
+
+GIB = 1 << 30
+BLOCK_BYTES = 4 * 8 * WIDTH * WIDTH
+"""What is frozen of a block; biases are too small."""
+ALL_BYTES = NUM_BLOCKS * BLOCK_BYTES + built().embedding.weight.nbytes
+"""What is frozen and large."""
+COMING_BYTES = NUM_BLOCKS * 3 * 4 * WIDTH * WIDTH
+"""Gradients and states of the adapters."""
+NUM_WEIGHTS = 2 * NUM_BLOCKS + 1
+"""That are frozen and large."""
+TRAINED = {"optimizer_states": "offload", "gradients": "auto"}
+
+
+def policy(**options: Any) -> OffloadPolicy:
+    return OffloadPolicy(**{"parameters": "auto", "activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options)
+
+
+def in_update(model: nn.Module) -> int:
+    """Of states that wait, what an update has in memory."""
+    return update_bytes(2 * sum(p.nbytes for p in model.parameters() if p.requires_grad), 1)
+
+
+def small_bytes(model: nn.Module) -> int:
+    """Of weights that cannot wait."""
+    return sum(p.nbytes for p in model.parameters()) - ALL_BYTES
+
+
+def blocks_of(names: list[str]) -> list[int]:
+    return sorted({int(name.split(".")[1]) for name in names if name.startswith("blocks.")})
+
+
+class Place:
+    """Where weights lie while they are used, and how much of it there is.
+
+    Args:
+        make: opens offloaders.
+    """
+
+    is_late = False
+    """Its copies end late."""
+    hooks = ""
+    """The attribute of parameters with the hooks that nothing needs where all stay."""
+
+    def __init__(self, make: Callable[..., Offloader]) -> None:
+        self._make = make
+        self.models: list[nn.Module] = []
+        self.rise_bytes = 0
+        """What a step takes besides the weights, from its beginning to its worst moment."""
+
+    def open(self, *modules: nn.Module, **options: Any) -> Offloader:
+        self.models += modules
+        return self._make(*modules, **options)
+
+    def loop(self, offloader: Offloader, **options: Any) -> Loop:
+        """A training whose model is registered."""
+        loop = Loop(None, **options)
+        self.models.append(loop.model)
+        register(loop, offloader)
+        return loop
+
+    def waiting(self, model: nn.Module) -> list[str]:
+        """Names of the weights that wait, or are brought in to be used."""
+        return [name for name, parameter in model.named_parameters() if self.waits(parameter)]
+
+    def gradients(self, model: nn.Module) -> list[str]:
+        """Names of the parameters whose gradients wait."""
+        return [n for n, p in model.named_parameters() if p.grad is not None and self.waits(p.grad)]
+
+    def waits(self, tensor: torch.Tensor) -> bool:
+        raise NotImplementedError
+
+    def has(self, nbytes: int | None) -> None:
+        """So much, or as much as nobody tells."""
+        raise NotImplementedError
+
+    def has_room(self, nbytes: int, *, coming: int = COMING_BYTES, others: int = 0) -> None:
+        """For weights that may wait. As much is left for activations."""
+        raise NotImplementedError
+
+    def is_used(self, nbytes: int, *, available: int) -> None:
+        """By something else."""
+        raise NotImplementedError
+
+    def lack(self, nbytes: int) -> None:
+        """From the next step on, so much more is taken than is usable where all weights stay."""
+        raise NotImplementedError
+
+
+class Host(Place):
+    """The memory of a machine."""
+
+    hooks = "_post_accumulate_grad_hooks"
+
+    def __init__(self, make: Callable[..., Offloader], patch: pytest.MonkeyPatch) -> None:
+        super().__init__(make)
+        self.available_bytes: int | None = 1000 * GIB
+        self.held_bytes = 0
+        patch.setattr(gauge, "host_available_bytes", lambda cached: self.available_bytes)
+        patch.setattr(gauge, "anonymous_bytes", lambda: self.held_bytes)
+        patch.setattr(gauge, "level_bytes", lambda device: self.held_bytes)
+        patch.setattr(gauge, "free_heap_bytes", lambda: 0)
+
+    def waits(self, tensor: torch.Tensor) -> bool:
+        return is_mapped(tensor.untyped_storage())
+
+    def has(self, nbytes: int | None) -> None:
+        self.available_bytes = nbytes
+
+    def has_room(self, nbytes: int, *, coming: int = COMING_BYTES, others: int = 0) -> None:
+        self.available_bytes = math.ceil((2 * nbytes + coming) / 0.9)
+
+    def is_used(self, nbytes: int, *, available: int) -> None:
+        self.held_bytes, self.available_bytes = nbytes, available
+
+
+class RunningHost(Host):
+    """A machine of ten GiB, of which nine are usable, while steps run."""
+
+    def __init__(self, make: Callable[..., Offloader], patch: pytest.MonkeyPatch) -> None:
+        super().__init__(make, patch)
+        held = lambda *_: self._held() + self.rise_bytes  # noqa: E731  # as in the middle of a step, also when one begins
+        patch.setattr(gauge, "host_available_bytes", lambda cached: 10 * GIB - held())
+        patch.setattr(gauge, "anonymous_bytes", held)
+        patch.setattr(gauge, "level_bytes", held)
+        patch.setattr(gauge, "free_heap_bytes", lambda: self.rise_bytes)
+
+    def _held(self) -> int:
+        return GIB - sum(p.nbytes for m in self.models for p in m.parameters() if is_mapped(p.untyped_storage()))
+
+    def lack(self, nbytes: int) -> None:
+        self.rise_bytes = 8 * GIB + nbytes
+
+
+class Card(Place):
+    """A device's memory: the weights of some models lie there, as far as they have memory."""
+
+    is_late = True
+    hooks = "_backward_hooks"
+
+    def __init__(self, make: Callable[..., Offloader], patch: pytest.MonkeyPatch) -> None:
+        super().__init__(make)
+        self.capacity_bytes: int | None = 1000 * GIB
+        self.on_host: list[StorageKey] = []
+        """Storages that have not been moved there."""
+        self.others_bytes = 0
+        self.peak_bytes = 0
+        patch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 17)  # an update in many parts
+        patch.setattr(gauge, "level_bytes", self.held_bytes)
+        patch.setattr(gauge, "available_bytes", self.available_bytes)
+        patch.setattr(gauge, "peak_bytes", lambda device: self.peak_bytes)
+
+    def stays_on_host(self, model: nn.Module) -> None:
+        """Until it is moved."""
+        self.models.append(model)
+        self.on_host += [StorageKey(storage_of(p)) for p in model.parameters()]
+
+    def held_bytes(self, *_: object) -> int:
+        """What the allocator has handed out."""
+        found = {storage_of(p)._cdata: storage_of(p).nbytes() for m in self.models for p in m.parameters()}
+        on_host = {key.cdata for key in self.on_host}
+        return self.others_bytes + sum(nbytes for cdata, nbytes in found.items() if cdata not in on_host)
+
+    def available_bytes(self, *_: object) -> int | None:
+        """What it could still hand out."""
+        return None if self.capacity_bytes is None else max(self.capacity_bytes - self.held_bytes(), 0)
+
+    def waits(self, tensor: torch.Tensor) -> bool:
+        return is_guarded(tensor)
+
+    def has(self, nbytes: int | None) -> None:
+        self.capacity_bytes = nbytes
+
+    def has_room(self, nbytes: int, *, coming: int = COMING_BYTES, others: int = 0) -> None:
+        self.capacity_bytes = math.ceil((2 * nbytes + coming + others) / 0.9)
+
+    def is_used(self, nbytes: int, *, available: int) -> None:
+        self.others_bytes, self.capacity_bytes = nbytes, nbytes + available
+
+
+class RunningCard(Card):
+    """One of ten GiB, while steps run."""
+
+    def __init__(self, make: Callable[..., Offloader], patch: pytest.MonkeyPatch) -> None:
+        super().__init__(make, patch)
+        self.capacity_bytes: int = 10 * GIB
+        real = StepMemory.end
+
+        def end(memory: StepMemory, *, is_seen: bool) -> None:
+            """As if it had been seen while the step ran."""
+            self.others_bytes += self.rise_bytes
+            memory._next_look_s = 0.0
+            memory.look()
+            self.others_bytes -= self.rise_bytes
+            real(memory, is_seen=is_seen)
+
+        patch.setattr(StepMemory, "end", end)
+
+    def lack(self, nbytes: int) -> None:
+        everything = sum({storage_of(p)._cdata: p.nbytes for m in self.models for p in m.parameters()}.values())
+        self.rise_bytes = int(0.9 * self.capacity_bytes) - everything + nbytes
+
+
+KINDS = {"host": Host, "device": Card, "running host": RunningHost, "running device": RunningCard}
+
+
+@contextmanager
+def opened_place(kind: str, directory: Path, patch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A place of that kind. While one runs, each step is watched, and counts alone."""
+    if kind.startswith("running"):
+        tell_at_once(patch)
+    with offloaders(directory, policy, is_late=kind.endswith("device")) as make:
+        yield KINDS[kind](make, patch)
+
+
+def tell_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Each step is watched, and counts alone."""
+    patch.setattr(step_memory, "_REST_S", 0.0)
+    patch.setattr(step_memory, "_NUM_STEPS", 1)
+    patch.setattr(residency, "_TOLERANCE", 0.0)
+    patch.setattr(residency, "_AMPLE_SHARE", 0.0)
+    patch.setattr(residency, "_PATIENCE", 3)
+
+
+def register(loop: Loop, offloader: Offloader) -> None:
+    """As :class:`Loop` does where it makes the model."""
+    offloader.register_module(loop.model)
+    loop.offloader = offloader
+    loop.optimizer = offloader.offload_optimizer(torch.optim.AdamW(loop.model.parameters(), lr=1e-2))

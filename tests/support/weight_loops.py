@@ -1,0 +1,231 @@
+"""Small trainings whose weights, gradients and states may wait elsewhere: with an offloader and without."""
+
+from __future__ import annotations
+
+import os
+import resource
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ssd import Offloader
+
+WIDTH, NUM_BLOCKS, VOCABULARY = 128, 4, 600
+MIN_TENSOR = "16KiB"
+
+
+class Block(nn.Module):
+    """A small adapter is trained beside two large weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x))) + self.adapter(x)
+
+
+class Net(nn.Module):
+    """Tied embedding and head; blocks in between."""
+
+    def __init__(self, *, repeats: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self._repeats = repeats
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x) if self._repeats is None else self._repeats(block, x)
+        return self.head(x)
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """All but the adapters."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("adapter" in name)
+    return model
+
+
+def built(kind: type[nn.Module] | None = None, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return frozen((kind or Net)(**options))
+
+
+def batches(num: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num):
+        yield torch.randint(0, VOCABULARY, (3, 20), generator=generator)
+
+
+Between = Callable[[nn.Module, int], object]
+
+
+def train(
+    model: nn.Module,
+    offloader: Offloader | None = None,
+    *,
+    steps: int = 4,
+    between: Between = lambda model, step: None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+) -> list[torch.Tensor]:
+    """Losses, and the gradients of each step."""
+    update = optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    found = []
+    for step, ids in enumerate(batches(steps)):
+        if offloader is None:
+            loss = model(ids).logsumexp(-1).mean()
+            loss.backward()
+        else:
+            with offloader.saved_tensors():
+                loss = model(ids).logsumexp(-1).mean()
+            loss.backward()
+            offloader.end_backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        update.step()
+        update.zero_grad()
+        between(model, step)
+    return found
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def equal_weights(one: nn.Module, other: nn.Module) -> bool:
+    return same(list(one.state_dict().values()), list(other.state_dict().values()))
+
+
+def in_a_fork(work: Callable[[], object]) -> int:
+    """Return the status of a fork that did it: 0, or what it died of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads and forks
+        child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+BetweenSteps = Callable[[nn.Module, torch.optim.Optimizer, int], object]
+
+
+def nothing(*_: object) -> None:
+    """No more than training."""
+
+
+class Loop:
+    """A training loop, with an offloader or without."""
+
+    accumulate = 1
+    set_to_none = True
+    autocast = False
+
+    def __init__(
+        self,
+        offloader: Offloader | None = None,
+        *,
+        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        before_step: BetweenSteps = nothing,
+        after_step: BetweenSteps = nothing,
+        dtype: torch.dtype = torch.float32,
+        repeats: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = Net(repeats=repeats).to(dtype)
+        self.offloader = offloader
+        self._before, self._after = before_step, after_step
+        self.__dict__.update(options)
+        if offloader is not None:
+            offloader.register_module(self.model)
+        self.optimizer = make(self.model.parameters(), lr=1e-2)
+        if offloader is not None:
+            self.optimizer = offloader.offload_optimizer(self.optimizer)
+        self.found: list[torch.Tensor] = []
+
+    def _loss(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+            return self.model(ids).float().logsumexp(-1).mean()
+
+    def run(self, steps: int = 4) -> Loop:
+        for step in range(steps):
+            for ids in list(batches(steps * self.accumulate))[step * self.accumulate :][: self.accumulate]:
+                if self.offloader is None:
+                    loss = self._loss(ids)
+                    loss.backward()
+                else:
+                    with self.offloader.saved_tensors():
+                        loss = self._loss(ids)
+                    loss.backward()
+                    self.offloader.end_backward()
+                self.found.append(loss.detach())
+                del loss  # PyTorch lets weights that a graph has be swapped, and spoils what the next graph shares
+            self._before(self.model, self.optimizer, step)
+            self.found += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=self.set_to_none)
+            self._after(self.model, self.optimizer, step)
+        return self
+
+    def result(self) -> list[torch.Tensor]:
+        """Losses, gradients, weights, states."""
+        states = self.optimizer.state_dict()["state"]
+        held = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        return [*self.found, *self.model.state_dict().values(), *(value.clone() for value in held)]
+
+
+def clip_norm(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def clip_value(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+
+
+def edit_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model.blocks[0].up.weight.grad.mul_(0.5)
+    model.blocks[1].up.weight.grad = model.blocks[1].up.weight.grad * 2
+    model.blocks[2].up.weight.grad = None
+
+
+def clamp(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def repeated(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(block, x, use_reentrant=False)
+
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"make": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True)},
+    "adafactor": {"make": torch.optim.Adafactor},
+    "fused": {"make": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)},
+    "accumulate": {"accumulate": 3},
+    "zeros": {"set_to_none": False},
+    "accumulated zeros": {"accumulate": 2, "set_to_none": False},
+    "clip norm": {"before_step": clip_norm},
+    "clip value": {"before_step": clip_value},
+    "edited gradients": {"before_step": edit_gradients},
+    "clamped weights": {"after_step": clamp},
+    "autocast": {"autocast": True},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "checkpointed": {"repeats": repeated},
+}
