@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,43 +55,6 @@ def test_pages_come_and_leave(fd: int) -> None:
     assert bytes(tensor.numpy()) == in_file(fd)
 
 
-def num_active(pages: list[int]) -> int:
-    """How many pages, by their numbers, the system takes for used and keeps sooner than others."""
-    with Path("/proc/kpageflags").open("rb", buffering=0) as flags:
-        words = [os.pread(flags.fileno(), 8, 8 * page) for page in pages]
-    return sum(int.from_bytes(word, sys.byteorder) >> 6 & 1 for word in words)
-
-
-def page_numbers(view: FileView) -> list[int]:
-    """Of the memory that a view shows now."""
-    with Path("/proc/self/pagemap").open("rb", buffering=0) as table:
-        entries = os.pread(table.fileno(), 8 * NBYTES // PAGE_BYTES, 8 * view.address // PAGE_BYTES)
-    numbers = [int.from_bytes(entries[at : at + 8], sys.byteorder) & (1 << 55) - 1 for at in range(0, len(entries), 8)]
-    assert all(numbers), "this process may not see them"
-    return numbers
-
-
-@pytest.mark.skipif(not os.access("/proc/kpageflags", os.R_OK), reason="only root sees the flags of pages")
-@pytest.mark.parametrize("shared", [True, False])
-def test_what_has_left_often_does_not_count_as_used(shared: bool, fd: int) -> None:
-    """Or the system keeps it in its page cache, and drops what was just read ahead."""
-    view, _ = shown(fd, shared=shared)
-    used, active = [], []
-    for _ in range(10):  # the system passes over a page that it is just moving, and may be late where it is busy
-        view.bring_in(0, NBYTES)
-        pages = page_numbers(view)
-        used.append(num_active(pages))
-        if shared:
-            view.send_out(0, NBYTES)
-        else:
-            assert view.send_out_unwritten(0, NBYTES)
-        active.append(num_active(pages))
-    assert max(used) > 0
-    assert min(active) == 0
-    view.bring_in(0, NBYTES)
-    assert page_numbers(view) == pages, "they have stayed in the page cache"
-
-
 def test_what_was_written_survives_leaving(fd: int) -> None:
     view, tensor = shown(fd, shared=True)
     tensor[5 * PAGE_BYTES + 3] = 7
@@ -110,11 +72,6 @@ def test_made_private_it_is_ordinary_memory_with_the_same_bytes(fd: int) -> None
     assert bytes(tensor.numpy()) == expected
     tensor[1] ^= 255
     assert in_file(fd) == expected, "a private edit changes no file"
-
-
-def test_it_lives_as_long_as_its_tensors(fd: int) -> None:
-    tensor = shown(fd, shared=True)[1][PAGE_BYTES:]
-    assert bytes(tensor.numpy()) == in_file(fd)[PAGE_BYTES:]
 
 
 def test_what_cannot_be_read_is_an_error_not_a_signal(fd: int) -> None:

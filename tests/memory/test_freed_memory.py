@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -119,35 +118,8 @@ def test_memory_that_gets_short_later_is_seen_at_a_border(made: Made, machine: M
     assert machine.num_trims == 1, "what is free already leaves now"
 
 
-def test_a_system_that_does_not_tell_now_changes_nothing(
-    made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(cached: int) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    freed, unknown = made(), made()
-    freed.expect(WAITING)
-    monkeypatch.setattr(host_room, "host_available_bytes", refuse)
-    unknown.expect(WAITING)
-    freed.look()
-    assert (is_fixed(freed), is_fixed(unknown)) == (False, False)
-    assert not unknown._was_short
-    assert machine.num_trims == 0
-
-
 def test_processes_share_the_memory(made: Made, machine: Machine) -> None:
     machine.available_bytes = 4 * WAITING
     two, three = made(num_processes=2), made(num_processes=3)
     two.expect(WAITING), three.expect(WAITING)
     assert (is_fixed(two), is_fixed(three)) == (False, True)
-
-
-def test_memory_is_not_asked_for_in_every_step(made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freed_memory, "_LOOK_S", 60.0)
-    asked: list[int] = []
-    monkeypatch.setattr(host_room, "host_available_bytes", lambda cached: asked.append(cached) or 10 * WAITING)
-    freed = made()
-    freed.expect(WAITING)
-    for _ in range(100):
-        freed.look()
-    assert asked == [WAITING] * 2

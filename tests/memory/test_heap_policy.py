@@ -78,28 +78,6 @@ def test_free_memory_stays_until_more_is_resident_than_was_ever_needed(heap: Hea
         assert heap.trims_at(used, free) == trims, (used, free)
 
 
-def test_what_was_needed_is_forgotten_slowly_and_at_once_where_passes_change(heap: Heap) -> None:
-    def trims_at(peak: int, free: int) -> int:
-        heap.policy.expect(peak * MIB)
-        return heap.trims_at(0, free)
-
-    heap.policy.expect(500 * MIB)
-    heap.trims_at(300, 0)
-    assert trims_at(500, 300) == 0
-    assert [trims_at(516, 307) for _ in range(4)] == [0, 0, 0, 1], "2 MiB in each pass"
-    heap.trims_at(300, 0)
-    assert trims_at(533, 17) == 1, "such passes need something else"
-
-
-def test_pages_of_files_hide_no_free_memory(heap: Heap) -> None:
-    """Weights that wait, for example, are mapped when the heap is trimmed, and leave later."""
-    heap.policy.expect(0)
-    heap.mapped = 200
-    heap.trims_at(50, 0)
-    heap.policy._needed_bytes = heap.mapped = 0
-    assert heap.trims_at(50, 150) == 1
-
-
 @pytest.mark.parametrize(("is_known", "trims"), [(True, "10000"), (False, "11111")])
 def test_what_cannot_return_is_not_asked_for(
     is_known: bool, trims: str, heap: Heap, monkeypatch: pytest.MonkeyPatch
@@ -124,19 +102,6 @@ def test_nothing_is_asked_where_nothing_moves_or_between_passes(heap: Heap) -> N
     elsewhere.enter(HeapMode.TRIM)
     elsewhere.look(LOOK)
     assert heap.num_trims == 0, "memory that is not malloc's"
-
-
-def test_holes_of_a_plan_that_was_given_up_leave_once(heap: Heap) -> None:
-    for mode in (HeapMode.TRIM, HeapMode.MAP_EACH):
-        heap.policy.enter(mode)
-        heap.policy.border()
-        heap.num_trims = 0
-        heap.policy.enter(mode)
-        assert heap.num_trims == 0, "what stays is for the passes that move"
-        heap.policy.enter(HeapMode.RELAXED)
-        heap.policy.border()
-        heap.policy.enter(HeapMode.RELAXED)
-        assert heap.num_trims == 1
 
 
 def test_an_error_of_looking_is_no_error_and_the_level_is_read_as_bytes_are_saved() -> None:
@@ -213,30 +178,6 @@ def test_each_mode_sets_malloc_until_the_end(has_pages: bool, monkeypatch: pytes
     assert heap_policy._threshold not in MallocThreshold._reusers
 
 
-def test_it_is_relaxed_for_the_optimizer_unless_passes_are_short(
-    heap_policy: HeapPolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "has_whole_pages", lambda: False)
-    for pause_s, fixed in ((0.0, False), (3600.0, True)):
-        monkeypatch.setattr(module, "_MIN_RELAXED_S", pause_s)
-        heap_policy.enter(HeapMode.MAP_EACH)
-        heap_policy.border()
-        assert is_fixed(heap_policy) is fixed
-
-
-def test_a_foreign_malloc_is_neither_watched_nor_trimmed(heap: Heap, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ssd.memory.malloc.foreign_malloc", lambda: "libtcmalloc_minimal.so.4")
-    foreign = HeapPolicy(is_ours=True, level=heap.level)
-    assert not foreign.is_ours
-    foreign.enter(HeapMode.TRIM)
-    foreign.expect(0, 0)
-    heap.free = 1_000
-    foreign.look(LOOK)
-    foreign.border()
-    foreign.close()
-    assert heap.num_trims == 0
-
-
 @pytest.mark.parametrize(("library", "is_told"), [("libtcmalloc_minimal.so.4", True), (None, False)])
 def test_a_foreign_malloc_makes_a_memory_budget_vague(
     library: str | None, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -249,21 +190,6 @@ def test_a_foreign_malloc_makes_a_memory_budget_vague(
         Offloader(policy=policy, hardware=hardware).open().close()
     found = [str(warning.message) for warning in told if "memory_budget='64GiB'" in str(warning.message)]
     assert [library is not None and library in message for message in found] == [True] * is_told
-
-
-@pytest.mark.parametrize("activations", ["offload", "auto", "recompute_offload"])
-def test_the_first_pass_of_a_policy_moves(activations: str, tmp_path: Path) -> None:
-    with open_offloader(tmp_path, Setup(activations=activations)) as offloader:
-        heap_policy = offloader._parts.heap_policy
-        heap_policy.expect(7 << 30)
-        heap_policy._needed_bytes = 5 << 30
-        with offloader.saved_tensors():
-            assert heap_policy._is_watched
-            assert heap_policy._needed_bytes != 5 << 30
-            loss = torch.ones(4, requires_grad=True).exp().sum()
-        loss.backward()
-        offloader.end_backward()
-        assert not heap_policy._is_watched
 
 
 # -- what malloc holds back is available: a pass like the last one finds its memory there ------------------------------
@@ -281,8 +207,7 @@ def test_free_heap_is_what_a_trim_gives_back() -> None:
     del kept
 
 
-@pytest.mark.parametrize("is_drained", [False, True], ids=["", "peaks begin anew"])
-@pytest.mark.parametrize("is_counted", [True, False], ids=["counted", "not counted"])
+@pytest.mark.parametrize(("is_counted", "is_drained"), [(True, True), (True, False), (False, False)])
 def test_memory_is_not_scarce_because_malloc_holds_it(
     is_counted: bool, is_drained: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 
-from lightning_ssd.memory import host_budget as module_under_test
 from lightning_ssd.memory.host_budget import BudgetShare, HostMemoryBudget
 from tests.support.threads import at_once
 
@@ -65,21 +64,3 @@ def test_many_threads_have_no_more_together() -> None:
 
     at_once(*(partial(work, seed) for seed in range(4)))
     assert sum(share.nbytes for share in shares) + host_budget.left_bytes == host_budget.total_bytes
-
-
-def test_nobody_comes_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This thread plays the other one too, and comes when the sum is made, if the lock lets it."""
-    host_budget = HostMemoryBudget(10 * PAGE)
-    one, other = host_budget.share(), host_budget.share()
-
-    def smallest(*values: int) -> int:
-        monkeypatch.undo()
-        if host_budget._lock.acquire(blocking=False):
-            host_budget._lock.release()
-            other.grow(PAGE, 10 * PAGE)
-        return min(*values)
-
-    monkeypatch.setattr(module_under_test, "min", smallest, raising=False)
-    one.grow(PAGE, 10 * PAGE)
-    other.grow(PAGE, 10 * PAGE)
-    assert (one.nbytes, other.nbytes, host_budget.left_bytes) == (10 * PAGE, 0, 0)
