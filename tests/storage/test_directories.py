@@ -10,9 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 
-import lightning_ssd
 from lightning_ssd.storage.directories import HeldDirectory, created_directories
 from tests.support.threads import at_once
 
@@ -26,6 +24,10 @@ def test_goes_with_the_last_holder(tmp_path: Path) -> None:
     second.close()
     assert not path.exists()
     assert path.parent.is_dir(), "not ours"
+    held = HeldDirectory(path)
+    (path / "file").write_text("the user's")
+    held.close()
+    assert (path / "file").read_text() == "the user's"
 
 
 @pytest.mark.parametrize("working", ["usual", "/"])
@@ -48,11 +50,6 @@ def test_a_directory_that_is_made_on_the_systems_drive_is_told(
         assert ("has been made on the drive of /" in caplog.text) == (is_first and not is_usual)
 
 
-def test_a_directory_that_somebody_removes_meanwhile_is_not_told_of(tmp_path: Path) -> None:
-    with created_directories([tmp_path / "spill"], allow_unsuitable=False):
-        (tmp_path / "spill").rmdir()
-
-
 def test_where_there_is_neither_a_home_nor_a_working_directory_one_is_made_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,13 +60,6 @@ def test_where_there_is_neither_a_home_nor_a_working_directory_one_is_made_all_t
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it returns for a user without a home
     with created_directories([tmp_path / "spill"], allow_unsuitable=False):
         assert (tmp_path / "spill").is_dir()
-
-
-def test_stays_while_there_is_something_in_it(tmp_path: Path) -> None:
-    held = HeldDirectory(tmp_path / "rank")
-    (tmp_path / "rank" / "file").write_text("the user's")
-    held.close()
-    assert (tmp_path / "rank" / "file").read_text() == "the user's"
 
 
 def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
@@ -113,31 +103,3 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     held = HeldDirectory(tmp_path / "rank")
     held.close()
     assert not (tmp_path / "rank").exists()
-
-
-def test_closing_one_offloader_leaves_the_other_at_work(tmp_path: Path) -> None:
-    def opened() -> lightning_ssd.Offloader:
-        return lightning_ssd.Offloader(
-            policy=lightning_ssd.OffloadPolicy(activations="offload", min_tensor_bytes=0),
-            hardware=lightning_ssd.HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True),
-            subdirectory="rank",
-        )
-
-    first, second = opened(), opened()
-    first.open()
-    second.open()
-    first.close()
-    assert (tmp_path / "rank").is_dir()
-    x = torch.rand(256, 256, requires_grad=True)
-    with second.saved_tensors():
-        loss = x.sin().exp().sum()
-    second.flush()
-    loss.backward()
-    second.end_backward()
-    # A second set of files, as optimizer states have, is opened in the same directory.
-    third = opened()
-    third.open()
-    second.close()
-    assert (tmp_path / "rank").is_dir()
-    third.close()
-    assert list(tmp_path.iterdir()) == []

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import StorageError, UnsuitablePathError
 from tests.support.patience import PATIENCE_S
+from tests.support.weight_loops import Loop, batches, same
 
 _SERVERS = (
     Path("/usr/lib/openssh/sftp-server"),
@@ -73,87 +73,48 @@ def _wait_for(mount: Path, client: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
-class _Training:
-    """Real steps of a small network; all that is saved moves, and so do the optimizer's states."""
-
-    def __init__(self, directory: Path | None) -> None:
-        torch.manual_seed(0)
-        layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(4)]
-        self.network = torch.nn.Sequential(*layers)
-        self.batch = torch.randn(512, 256, generator=torch.Generator().manual_seed(1))
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.network.parameters())
-        self.offloader: Offloader | None = None
-        if directory is not None:
-            policy = OffloadPolicy(activations="offload", min_tensor_bytes="64KiB", optimizer_states="offload")
-            hardware = HardwareProfile(paths=directory, allow_unsuitable_paths=True)
-            self.offloader = Offloader(policy=policy, hardware=hardware)
-
-    def forward(self) -> torch.Tensor:
-        if self.offloader is None:
-            return self.network(self.batch).square().mean()
-        with self.offloader.saved_tensors():
-            return self.network(self.batch).square().mean()
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss.backward()
-        if self.offloader is not None:
-            self.offloader.end_backward()
-        self.optimizer.step()
-
-    def open(self) -> Offloader:
-        assert self.offloader is not None
-        self.offloader.open(self.network)
-        self.optimizer = self.offloader.offload_optimizer(self.optimizer)
-        return self.offloader
+def offloader_in(directory: Path) -> Offloader:
+    """All that is saved moves, and so do the optimizer's states."""
+    policy = OffloadPolicy(activations="offload", min_tensor_bytes="64KiB", optimizer_states="offload")
+    return Offloader(policy=policy, hardware=HardwareProfile(paths=directory, allow_unsuitable_paths=True))
 
 
-def test_it_is_refused_by_name(remote: Remote) -> None:
+def test_it_is_refused_by_name_and_allowed_it_trains_to_the_same_bits_in_private_files(remote: Remote) -> None:
     with (
         pytest.raises(UnsuitablePathError, match=r"lies on fuse\.sshfs, a network file system"),
         Offloader(hardware=HardwareProfile(paths=remote.mount), device="cpu"),
     ):
         pass
     assert list(remote.behind.iterdir()) == []
-
-
-def test_allowed_it_trains_to_the_same_bits_and_keeps_its_files_private(remote: Remote) -> None:
-    plain, ours = _Training(None), _Training(remote.mount)
-    with ours.open() as offloader:
-        for _ in range(3):
-            plain.backward(plain.forward())
-            ours.backward(ours.forward())
-        assert offloader.stats.bytes_read > 0
+    plain = Loop().run(3)
+    with offloader_in(remote.mount) as offloader:
+        loop = Loop(offloader).run(3)
+        assert same(loop.result(), plain.result())
+        assert offloader.optimizer_stats[0].read_bytes > 0
         files = [path for path in remote.behind.rglob("*") if path.is_file()]
         assert files, "nothing lies behind the server: the test does not test what it says"
         assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
-    for expected, got in zip(plain.network.parameters(), ours.network.parameters(), strict=True):
-        assert torch.equal(expected, got)
-    del ours, got  # the optimizer's states live on in its file, mapped, as long as somebody can ask for them
-    _wait_until_empty(remote.behind)
-
-
-def _wait_until_empty(directory: Path) -> None:
-    """SSHFS removes a file that had no name any more only after its close has returned."""
+    del loop  # the optimizer's states live on in its file, mapped, as long as somebody can ask for them
     deadline_s = time.monotonic() + PATIENCE_S
-    while left := [path for path in directory.rglob("*") if path.is_file()]:
+    while left := [path for path in remote.behind.rglob("*") if path.is_file()]:  # removed after their close
         assert time.monotonic() < deadline_s, left
         time.sleep(0.05)
 
 
 def test_a_server_that_dies_ends_the_step_with_the_read_that_failed(remote: Remote) -> None:
-    training = _Training(remote.mount)
+    offloader = offloader_in(remote.mount)
+
+    def until_it_dies() -> None:
+        with offloader:
+            loop = Loop(offloader).run(1)
+            with offloader.saved_tensors():
+                loss = loop._loss(next(batches(1)))
+            offloader.flush()
+            remote.server.kill()
+            loss.backward()
+            loop.optimizer.step()
+
     with pytest.raises(StorageError, match=r"cannot (read|write)") as caught:
-        _train_until_the_server_dies(training, remote.server)
+        until_it_dies()
     assert isinstance(caught.value.__cause__, OSError)
-    assert training.offloader is not None
-    assert not training.offloader.is_open
-
-
-def _train_until_the_server_dies(training: _Training, server: subprocess.Popen[bytes]) -> None:
-    with training.open() as offloader:
-        training.backward(training.forward())
-        loss = training.forward()
-        offloader.flush()
-        server.kill()
-        training.backward(loss)
+    assert not offloader.is_open

@@ -52,14 +52,6 @@ def test_workers_use_the_device_that_is_trained_on(index: int, spill_dir: Path, 
     assert all(devices == {index} for devices in cuda.threads.values()), cuda.threads
 
 
-def test_two_offloaders_use_their_own_devices(spill_dir: Path, cuda: PretendedCuda) -> None:
-    for index in (0, 1):
-        (spill_dir / str(index)).mkdir(parents=True)
-        train_on(index, spill_dir / str(index), cuda)
-    assert cuda.faults == []
-    assert set().union(*cuda.threads.values()) == {0, 1}
-
-
 def test_a_worker_that_stays_on_its_own_device_is_seen(
     spill_dir: Path, cuda: PretendedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,35 +81,18 @@ class BackendSuite:
         assert backend.memory_alignment >= 1
         assert backend.block_bytes & (backend.block_bytes - 1) == 0
 
-    @pytest.mark.parametrize("num_blocks", [1, 2, 3, 5, 255, 256, 257, 4097])
-    def test_sizes(self, backend: Backend, arena: Arena, num_blocks: int) -> None:
-        nbytes = num_blocks * backend.block_bytes
-        arena.allocate(3 * backend.block_bytes)
-        extent = arena.allocate(nbytes)
-        written, read = Memory.random(nbytes), Memory.make(nbytes)
-        backend.write(arena, written.region, extent.offset)
-        backend.read(arena, read.region, extent.offset)
-        assert read.content == written.content
-        assert read.guards_intact()
-
-    @pytest.mark.parametrize("phase", [1, 7, 63, 64, 448, 511, 512, 513, 4032, 4095])
-    def test_odd_addresses(self, backend: Backend, arena: Arena, phase: int) -> None:
-        nbytes = 33 * backend.block_bytes
-        extent = arena.allocate(nbytes)
-        written, read = Memory.random(nbytes, phase), Memory.make(nbytes, (3 * phase) % 4096)
-        backend.write(arena, written.region, extent.offset)
-        backend.read(arena, read.region, extent.offset)
-        assert read.content == written.content
-        assert read.guards_intact()
-
-    def test_more_than_a_chunk_at_an_odd_address(self, backend: Backend, arena: Arena) -> None:
-        nbytes = DEFAULT_CHUNK_BYTES + 3 * backend.block_bytes
-        extent = arena.allocate(nbytes)
-        written, read = Memory.random(nbytes, 100), Memory.make(nbytes, 5)
-        backend.write(arena, written.region, extent.offset)
-        backend.read(arena, read.region, extent.offset)
-        assert read.content == written.content
-        assert read.guards_intact()
+    def test_sizes_and_odd_addresses(self, backend: Backend, arena: Arena) -> None:
+        block = backend.block_bytes
+        sizes = [(num_blocks * block, 0) for num_blocks in (1, 2, 3, 5, 255, 256, 257, 4097)]
+        odd = [(33 * block, phase) for phase in (1, 7, 63, 64, 448, 511, 512, 513, 4032, 4095)]
+        for nbytes, phase in (*sizes, *odd, (DEFAULT_CHUNK_BYTES + 3 * block, 100)):
+            arena.allocate(3 * block)
+            extent = arena.allocate(nbytes)
+            written, read = Memory.random(nbytes, phase), Memory.make(nbytes, (3 * phase) % 4096)
+            backend.write(arena, written.region, extent.offset)
+            backend.read(arena, read.region, extent.offset)
+            assert read.content == written.content, (nbytes, phase)
+            assert read.guards_intact(), (nbytes, phase)
 
     def test_neighbours_stay_as_they_are(self, backend: Backend, arena: Arena) -> None:
         block = backend.block_bytes
