@@ -11,16 +11,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_ssd.planning.bandwidth import RateEstimate
 from lightning_ssd.planning.plan import TierRates
 from lightning_ssd.storage.drive_probe import Rates
-from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers import bandwidth_meter
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping
 from lightning_ssd.tiers.base import Progress
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.streams import HostCopies
 
 MIB = 1 << 20
 
@@ -84,51 +81,6 @@ def ssd_rates(meter: BandwidthMeter) -> tuple[float, float]:
     return ssd.write_bytes_per_s, ssd.read_bytes_per_s
 
 
-def test_the_probe_is_asked_once_and_not_before_a_plan_needs_it(wait: Callable[[float], None]) -> None:
-    probe = Probe()
-    meter = BandwidthMeter(FakeTier().as_ssd, probe)
-    assert probe.num_calls == 0
-    for _ in range(3):
-        assert ssd_rates(meter) == (1e9, 2e9)
-        wait(1)
-    assert probe.num_calls == 1
-
-
-def test_another_thread_ends_the_probe_meanwhile(wait: Callable[[float], None]) -> None:
-    probe = Probe()
-    meter = BandwidthMeter(FakeTier().as_ssd, probe)
-    before = meter._ssd._write
-
-    class Looked:
-        @property
-        def value(self) -> float:
-            meter._ssd._write = before
-            meter.machine()  # of the other thread
-            return before.value
-
-        def sample(self, nbytes: int, busy_s: float) -> None:
-            """Nothing has moved."""
-
-    meter._ssd._write = cast(RateEstimate, Looked())
-    assert ssd_rates(meter) == (1e9, 2e9)
-
-
-def test_a_probe_that_tells_nothing_is_not_asked_again(wait: Callable[[float], None]) -> None:
-    probe = Probe(0.0, 0.0)
-    meter = BandwidthMeter(FakeTier().as_ssd, probe)
-    assert ssd_rates(meter) == ssd_rates(meter) == (0, 0)
-    assert probe.num_calls == 1
-
-
-def test_without_a_probe_only_the_run_tells(wait: Callable[[float], None]) -> None:
-    tier = FakeTier()
-    meter = BandwidthMeter(tier.as_ssd)
-    assert ssd_rates(meter) == (0, 0)
-    wait(1)
-    tier.move(written=100 * MIB, write_s=1.0)
-    assert ssd_rates(meter) == (100 * MIB, 0)
-
-
 def test_what_the_run_has_told_needs_no_probe(wait: Callable[[float], None]) -> None:
     tier, probe = FakeTier(), Probe()
     tier.move(written=100 * MIB, write_s=1.0, read=50 * MIB, read_s=0.25)
@@ -139,9 +91,17 @@ def test_what_the_run_has_told_needs_no_probe(wait: Callable[[float], None]) -> 
 def test_the_probe_fills_in_the_direction_that_is_unknown(wait: Callable[[float], None]) -> None:
     tier, probe = FakeTier(), Probe()
     tier.move(written=100 * MIB, write_s=1.0)
-    meter = BandwidthMeter(tier.as_ssd, probe)
-    assert ssd_rates(meter) == (100 * MIB, 2e9)
+    meter = BandwidthMeter(tier.as_ssd, probe, cost_s_per_byte=0.25)
+    assert probe.num_calls == 0, "not before a plan needs it"
+    for _ in range(3):
+        assert ssd_rates(meter) == (100 * MIB, 2e9)
+        wait(1)
     assert probe.num_calls == 1
+    assert meter.machine().cost_s_per_byte == 0.25
+    silent = Probe(0.0, 0.0)
+    meter = BandwidthMeter(FakeTier().as_ssd, silent)
+    assert ssd_rates(meter) == ssd_rates(meter) == (0, 0)
+    assert silent.num_calls == 1, "nor again where it tells nothing"
 
 
 def test_a_drop_is_seen_within_two_samples(wait: Callable[[float], None]) -> None:
@@ -156,19 +116,6 @@ def test_a_drop_is_seen_within_two_samples(wait: Callable[[float], None]) -> Non
         wait(0.2)
         tier.move(read=100_000_000, read_s=1.0)
         assert ssd_rates(meter) == (5e7, expected)
-
-
-def test_only_what_was_done_since_the_last_sample_counts(wait: Callable[[float], None]) -> None:
-    tier = FakeTier()
-    meter = BandwidthMeter(tier.as_ssd, Probe())
-    tier.move(written=1000 * MIB, write_s=1.0, read=1000 * MIB, read_s=1.0)
-    fast = ssd_rates(meter)
-    assert fast == (1000 * MIB, 1000 * MIB)
-    for _ in range(2):
-        wait(1)
-        tier.move(written=100 * MIB, write_s=1.0, read=100 * MIB, read_s=1.0)
-        slow = ssd_rates(meter)
-    assert slow == (100 * MIB, 100 * MIB), "not the mean of all of it"
 
 
 def test_questions_in_quick_succession_are_one_sample(wait: Callable[[float], None]) -> None:
@@ -198,24 +145,10 @@ def test_the_host_tier_has_a_probe_and_a_capacity_of_its_own(wait: Callable[[flo
     assert BandwidthMeter(FakeTier().as_ssd, probe).machine().host is None
 
 
-def test_a_real_host_tier_can_be_read() -> None:
-    host = HostTier(MIB, HostCopies(), pin=False, events=EventLog())
-    try:
-        machine = BandwidthMeter(FakeTier().as_ssd, Probe(), host=host, probe_host=Probe(3e9, 4e9)).machine()
-        assert machine.host == TierRates(write_bytes_per_s=3e9, read_bytes_per_s=4e9, capacity_bytes=MIB)
-    finally:
-        host.close()
-
-
 def check_copies(device: torch.device, **more: Any) -> None:
     rates = measure_copies(device, **more)
     assert 1e7 < rates.write_per_s < 1e13
     assert 1e7 < rates.read_per_s < 1e13
-
-
-def test_the_cost_of_moving_is_as_guessed() -> None:
-    assert BandwidthMeter(FakeTier().as_ssd, cost_s_per_byte=0.25).machine().cost_s_per_byte == 0.25
-    assert BandwidthMeter(FakeTier().as_ssd).machine().cost_s_per_byte == 0.0
 
 
 def test_mapping_is_measured() -> None:

@@ -145,14 +145,6 @@ def test_a_drive_that_becomes_slow_gets_less_from_then_on(tmp_path: Path) -> Non
         assert drives.writes["b"] - before["b"] < (drives.writes["a"] - before["a"]) / 2
 
 
-def test_drives_have_workers_of_their_own(tmp_path: Path) -> None:
-    with tier_on(tmp_path, "ab", dict.fromkeys("ab", 0.001)) as (tier, drives):
-        write_all(tier, [CHUNK + 4096])  # where the first bytes go is not the worker's choice
-        drives.threads.clear()
-        read_all(tier, write_all(tier, [8 * CHUNK + 4096] * 4))
-        assert not drives.threads["a"] & drives.threads["b"]
-
-
 def test_a_drive_that_refuses_writes_gets_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with tier_on(tmp_path, "abc", dict.fromkeys("abc", 0.001)) as (tier, drives):
         before = write_all(tier, [8 * CHUNK + 4096] * 2)
@@ -165,11 +157,14 @@ def test_a_drive_that_refuses_writes_gets_no_more(tmp_path: Path, caplog: pytest
         assert all(arena.used_bytes == 0 for arena in tier._arenas)
 
 
-def test_where_all_refuse_the_owner_keeps_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("refusing", "full"), [("ab", ""), ("", "ab"), ("b", "a")])
+def test_where_all_refuse_or_are_full_the_owner_keeps_what_it_has(refusing: str, full: str, tmp_path: Path) -> None:
     with tier_on(tmp_path, "ab") as (tier, drives):
-        drives.refusing |= {"a", "b"}
-        (owner,) = write_all(tier, [8 * CHUNK + 4096])
-        assert isinstance(owner.error, OSError)
+        drives.refusing |= set(refusing)
+        drives.full |= set(full)
+        (owner,) = write_all(tier, [CHUNK + 4096])
+        assert isinstance(owner.error, OSError if refusing else OutOfSpaceError)
+        assert drives.writes["b"] <= 2, "once for each chunk, not without end"
         assert all(arena.used_bytes == 0 for arena in tier._arenas)
 
 
@@ -181,22 +176,6 @@ def test_a_full_drive_is_passed_over_until_it_has_room(tmp_path: Path) -> None:
         drives.full.clear()
         read_all(tier, write_all(tier, [8 * CHUNK + 4096] * 2))
         assert drives.writes["a"] > 0
-
-
-def test_all_of_them_full(tmp_path: Path) -> None:
-    with tier_on(tmp_path, "ab") as (tier, drives):
-        drives.full |= {"a", "b"}
-        (owner,) = write_all(tier, [8 * CHUNK + 4096])
-        assert isinstance(owner.error, OutOfSpaceError)
-
-
-def test_one_full_and_the_other_one_refusing(tmp_path: Path) -> None:
-    with tier_on(tmp_path, "ab") as (tier, drives):
-        drives.full.add("a")
-        drives.refusing.add("b")
-        (owner,) = write_all(tier, [4096 + CHUNK])
-        assert isinstance(owner.error, OSError)
-        assert drives.writes["b"] <= 2, "once for each chunk, not without end"
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EIO])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import logging
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +15,6 @@ from lightning_ssd.memory import mmap
 from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.memory.mmap import MappedBlock
 from lightning_ssd.storage.extents import Extent
-from lightning_ssd.tiers import host_arena
 from lightning_ssd.tiers.host_arena import HostArena
 from tests.support.process_memory import resident_bytes
 
@@ -42,37 +38,7 @@ def must(extent: Extent | None) -> Extent:
     return extent
 
 
-@contextlib.contextmanager
-def waiting_for(other: Callable[[], object]) -> Iterator[list[bool]]:
-    """For each message of the arena, whether what another thread does meanwhile has ended."""
-    ends: list[bool] = []
-
-    class Waits(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            thread = threading.Thread(target=other, daemon=True)
-            thread.start()
-            thread.join(2)
-            ends.append(not thread.is_alive())
-
-    handler, logger = Waits(), logging.getLogger(host_arena.__name__)
-    logger.addHandler(handler)
-    try:
-        yield ends
-    finally:
-        logger.removeHandler(handler)
-
-
 class TestRoom:
-    def test_no_size_is_rounded_up_to_more_than_a_page(self, arena: HostArena) -> None:
-        for _ in range(6):
-            assert arena.allocate(5 * MIB + 300 * KIB + 1) is not None
-        assert arena.used_bytes == 6 * (5 * MIB + 304 * KIB)
-        rest = arena.capacity_bytes - arena.used_bytes
-        assert arena.allocate(rest + 1) is None
-        assert arena.allocate(rest) is not None
-        assert arena.allocate(1) is None
-        assert arena.size_bytes == arena.used_bytes == arena.capacity_bytes == 32 * MIB
-
     def test_grows_only_as_needed(self, arena: HostArena) -> None:
         assert arena.size_bytes == 0
         first = must(arena.allocate(MIB))
@@ -82,13 +48,6 @@ class TestRoom:
         arena.free(first)
         assert must(arena.allocate(MIB)).offset == first.offset, "the lowest place is used again"
         assert arena.size_bytes == 10 * MIB
-
-    def test_the_capacity_costs_nothing(self) -> None:
-        before = resident_bytes()
-        arena = HostArena(1 << 40, pin=False)
-        assert resident_bytes() - before < 16 * MIB
-        assert arena.size_bytes == 0
-        arena.close()
 
     def test_several_have_no_more_than_their_budget_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
         host_budget = HostMemoryBudget(32 * MIB)
@@ -111,12 +70,6 @@ class TestRoom:
         other.close()
         assert host_budget.left_bytes == 32 * MIB
 
-    def test_capacities_are_whole_pages(self) -> None:
-        arena = HostArena(2 * MIB + 4095, pin=False)
-        assert arena.capacity_bytes == 2 * MIB
-        assert arena.allocate(2 * MIB + 1) is None
-        arena.close()
-
     def test_the_system_may_refuse(
         self, arena: HostArena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -130,21 +83,6 @@ class TestRoom:
             "the system gives no more than 2,097,152 bytes to the host tier; it stays at that"
         ]
         arena.free(first)
-
-    def test_a_handler_of_the_log_may_wait_for_who_asks(
-        self, arena: HostArena, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        must(arena.allocate(MIB))
-        monkeypatch.setattr(MappedBlock, "make_usable", lambda *_: False)
-        with waiting_for(lambda: arena.allocate(0)) as ends:
-            assert arena.allocate(4 * MIB) is None
-        assert ends == [True]
-
-    def test_refused_for_real(self) -> None:
-        block = MappedBlock(4 * MIB, usable=False)
-        assert block.make_usable(0, 2 * MIB)
-        ctypes.memset(block.address, 1, 2 * MIB)
-        assert not block.make_usable(1 << 50, 2 * MIB)
 
     def test_no_addresses_is_said_so(self) -> None:
         with pytest.raises(MemoryError, match=r"lower HardwareProfile\.host_memory"):
@@ -177,26 +115,6 @@ class TestRoom:
         arena.free(extent)
         with pytest.raises(OffloaderClosedError, match="host tier is closed"):
             arena.allocate(1)
-
-
-class TestPieces:
-    def test_cover_an_extent_and_stay_within_slabs(self, arena: HostArena) -> None:
-        sizes = [3 * MIB + 100 * KIB, 3 * MIB, 5 * MIB, 7 * MIB]
-        extents = [must(arena.allocate(nbytes)) for nbytes in sizes]
-        base, ends = address(arena, extents[0]), arena._slab_ends
-        assert len(ends) > 2
-        crossed = 0
-        for extent, size in zip(extents, sizes, strict=True):
-            pieces = list(arena.pieces(extent, size - 5, MIB))
-            assert [start for start, _, _ in pieces] == [sum(n for _, _, n in pieces[:i]) for i in range(len(pieces))]
-            assert sum(nbytes for _, _, nbytes in pieces) == size - 5
-            for start, at, nbytes in pieces:
-                assert 0 < nbytes <= MIB
-                assert at == base + extent.offset + start
-                offset = at - base
-                assert not any(offset < end < offset + nbytes for end in ends)
-            crossed += any(extent.offset < end < extent.offset + size for end in ends)
-        assert crossed, "no extent lies across slabs; nothing was tested"
 
 
 class TestLocking:
@@ -244,18 +162,3 @@ class TestLocking:
         assert [record.message for record in caplog.records] == [
             "CUDA could not lock more memory of the host tier (error 2); copies there are slower"
         ]
-
-    def test_a_handler_of_the_log_may_wait_for_who_locks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.pinning(monkeypatch, 2)
-        arena = HostArena(64 * MIB, pin=True)
-        extent = must(arena.allocate(MIB))
-        with waiting_for(lambda: arena.prepare(extent, CPU)) as ends:
-            arena.prepare(extent, CPU)
-        assert ends == [True]
-        arena.close()
-
-    def test_plain_memory_is_never_locked(self, monkeypatch: pytest.MonkeyPatch, arena: HostArena) -> None:
-        calls = self.pinning(monkeypatch)
-        arena.prepare(must(arena.allocate(3 * MIB)), CPU)
-        arena.close()
-        assert calls == []
