@@ -129,10 +129,6 @@ def test_the_rates_are_settings_to_paste(pair: tuple[Path, Path]) -> None:
     assert all(rate > 1e6 for rate in profile.rates)
 
 
-def test_help_has_an_example() -> None:
-    assert "Example: lightning-ssd bench /mnt/nvme0" in run("--help").output
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from lightning_ssd.cli import machine
 from lightning_ssd.cli.main import app
 from lightning_ssd.errors import BackendUnavailableError
 from lightning_ssd.wear.smart import DriveHealth, HealthReport
-from tests.support.patience import PATIENCE_S
 
 DEV_SHM = Path("/dev/shm")
 
@@ -167,38 +164,7 @@ def test_what_kvikio_says_of_gds_is_told(spill_dir: Path, monkeypatch: pytest.Mo
     assert facts["backend"]["is_gds_active"] is False
 
 
-def test_an_accelerator_is_named() -> None:
-    found = {
-        "type": "cuda",
-        "count": 2,
-        "name": "H100",
-        "memory_bytes": 80 << 30,
-        "driver": "580",
-        "built_for_cuda": "13",
-    }
-    assert doctor_module._accelerator_text(found) == "2 x H100, 80.00 GiB each, driver 580, CUDA 13"
-
-
 def test_a_mistyped_backend_has_the_exit_code_of_usage(spill_dir: Path) -> None:
     done = run(spill_dir, "--backend", "possix")
     assert done.exit_code == 2
     assert "possix" in said(done)
-
-
-def test_help_has_an_example() -> None:
-    assert "lightning-ssd doctor /mnt/nvme0" in run("--help").output
-
-
-def test_eighty_columns_are_enough(spill_dir: Path) -> None:
-    """In a process of its own, as users start it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_ssd", "doctor", str(spill_dir)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env={**os.environ, "COLUMNS": "80"},
-        cwd=Path(doctor_module.__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "Backend" in done.stdout

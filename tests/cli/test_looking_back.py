@@ -61,6 +61,10 @@ def test_report_says_where_it_cannot_write(tmp_path: Path) -> None:
     done = run("report", tmp_path, "--out", tmp_path / "file")
     assert done.exit_code == 1
     assert "--out" in done.output
+    pytest.importorskip("wandb_workspaces", reason="needs the extra `report`")
+    done = run("dashboard", "--json", tmp_path / "none" / "dashboard.json", "--offline")
+    assert done.exit_code == 1
+    assert "--json" in done.output
 
 
 # -- sweep-table ------------------------------------------------------------------------------------------------------
@@ -96,28 +100,13 @@ def test_a_sweep_is_a_table_a_csv_file_and_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_column_has_one_unit(tmp_path: Path) -> None:
-    for number, peak_bytes in enumerate((51 << 20, 300 << 20)):
-        (tmp_path / str(number)).mkdir()
-        summary = {"step_s": 1.0, "peak_above_rest_bytes": peak_bytes, "counted": False}
-        (tmp_path / str(number) / "summary.json").write_text(json.dumps(summary))
-    shown = run("sweep-table", tmp_path).output
-    assert "0.05 GiB" in shown
-    assert "0.29 GiB" in shown
-    assert "MiB" not in shown
-
-
 def test_jobs_are_what_their_files_say(tmp_path: Path) -> None:
     make_sweep(tmp_path)
     job = read_sweep(tmp_path)[9]
     assert (job.name, job.overrides) == ("10", ())
     assert (job.step_s, job.stall_s, job.written_bytes) == (2.5, 0.1, 1 << 28)
     assert job.peak_bytes == 200 << 20, "above what the run holds at rest, of 700 MiB in all"
-
-
-def test_where_a_recipe_has_summed_up_its_report_is_not_asked(tmp_path: Path) -> None:
-    """The report's peak is that of the process, which has that of earlier jobs in it."""
-    make_sweep(tmp_path)
+    # Where a recipe has summed up its report is not asked: its peak is that of the process, with that of earlier jobs.
     summary = {"step_s": 1.0, "peak_above_rest_bytes": 5 << 20, "counted": False}
     (tmp_path / "10" / "summary.json").write_text(json.dumps(summary))
     assert read_sweep(tmp_path)[9].peak_bytes == 5 << 20
@@ -180,17 +169,3 @@ def test_without_a_key_nothing_is_sent(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "no key was found" in on_one_line(done.stdout)
-
-
-def test_a_dashboard_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("wandb_workspaces", reason="needs the extra `report`")
-    done = run("dashboard", "--json", tmp_path / "none" / "dashboard.json", "--offline")
-    assert done.exit_code == 1
-    assert "--json" in done.output
-
-
-@pytest.mark.parametrize("command", ["report", "sweep-table", "dashboard"])
-def test_help_has_an_example(command: str) -> None:
-    done = run(command, "--help")
-    assert done.exit_code == 0
-    assert f"Example: lightning-ssd {command}" in on_one_line(done.output)

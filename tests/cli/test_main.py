@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import tomllib
@@ -56,9 +57,9 @@ def call(*arguments):
 """
 
 
-def in_a_new_process(source: str) -> str:
+def in_a_new_process(source: str, **env: str) -> str:
     command = [sys.executable, "-c", CALL + source]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT, env=os.environ | env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -74,9 +75,12 @@ def test_help_and_typos_load_no_torch() -> None:
 def test_doctor_loads_no_lightning(tmp_path: Path) -> None:
     told = in_a_new_process(
         f'assert call("doctor", {str(tmp_path)!r}) == 0\n'
-        'assert "torch" in sys.modules and "lightning" not in sys.modules'
+        'assert "torch" in sys.modules and "lightning" not in sys.modules',
+        COLUMNS="80",
     )
     assert "Versions" in told
+    assert "Backend" in told
+    assert max(map(len, told.splitlines())) <= 80
 
 
 def test_a_program_that_the_script_imports_gets_the_whole_package() -> None:

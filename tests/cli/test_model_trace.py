@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -69,9 +68,9 @@ def really_traced(name: str, precision: str, directory: Path) -> Trace:
         (NET, "32-true"),
         ("gpt", "32-true"),
         ("llama", "bf16-mixed"),
-        ("bert", "bf16-mixed"),
+        pytest.param("bert", "bf16-mixed", marks=pytest.mark.exhaustive),
         ("t5", "32-true"),
-        (NET, "bf16-true"),
+        pytest.param(NET, "bf16-true", marks=pytest.mark.exhaustive),
         ("gpt", "bf16-true"),
     ],
 )
@@ -102,18 +101,6 @@ def test_time_is_work_by_the_rate() -> None:
     assert found.size.weight_bytes == found.size.trained_bytes == 4 * found.num_trained
 
 
-def test_what_has_no_count_gets_its_part_of_the_time() -> None:
-    """The pass is no longer for it, and what it saves comes one after the other."""
-    plain, spread = (traced(NET, operations_per_byte=ratio) for ratio in (0.0, 10.0))
-    assert spread.flops == plain.flops
-    assert spread.trace.end_s == pytest.approx(plain.trace.end_s, rel=1e-3)
-    assert [s.nbytes for s in spread.trace.storages] == [s.nbytes for s in plain.trace.storages]
-    assert spread.trace.order == plain.trace.order
-    least_s = plain.trace.end_s / 1000
-    gaps = [[b.packed_s - a.packed_s for a, b in pairwise(found.trace.storages)] for found in (plain, spread)]
-    assert min(gaps[0]) < least_s < min(gaps[1])
-
-
 class Shared(torch.nn.Module):
     """Two modules with one weight, two weights in one memory, and what no type but its own fits."""
 
@@ -138,7 +125,7 @@ class Shared(torch.nn.Module):
         return self.other(self.tied(self.first(x))).mul(self.scale).mul(self.frozen).sum()
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true"])
 def test_weights_have_the_type_that_training_gives_them_and_count_once(precision: str) -> None:
     size = traced_class(Shared, precision).size
     element_bytes = {"32-true": 4, "bf16-true": 2, "16-true": 2, "64-true": 8}[precision]

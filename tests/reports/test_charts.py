@@ -45,6 +45,9 @@ def test_memory_adds_up_to_what_was_in_use() -> None:
     stacked = sum(value for name, value in at.items() if name != "with all activations kept")
     assert stacked == pytest.approx(540)
     assert at["with all activations kept"] == pytest.approx(540 + 200)
+    few = made_record(levels=tuple(Level(0.1 * i, 10 * MIB) for i in range(25)))  # less than is known to be held
+    assert all(value >= 0 for series in memory_over_step(few).series for value in series.y)
+    assert step_charts(StepRecord(step=1, length_s=0.1)) == []
 
 
 def test_gradients_are_told_apart_where_somebody_could_look() -> None:
@@ -58,11 +61,6 @@ def test_gradients_are_told_apart_where_somebody_could_look() -> None:
     at = values_at(chart, 1.6)
     base = 500 - (80 + 160 + 100)  # at 0.2 s, when most of what is in use is known: 100 MiB are saved
     assert sum(value for name, value in at.items() if name != "with all activations kept") == pytest.approx(700 - base)
-
-
-def test_memory_never_shows_less_than_nothing() -> None:
-    record = made_record(levels=tuple(Level(0.1 * i, 10 * MIB) for i in range(25)))  # less than is known to be held
-    assert all(value >= 0 for series in memory_over_step(record).series for value in series.y)
 
 
 def test_lanes_are_drives_and_directions_under_the_waits() -> None:
@@ -92,10 +90,6 @@ def test_each_life_is_covered_from_saving_to_freeing() -> None:
         assert all(one.end == other.begin for one, other in pairwise(bars))
     assert chart.lanes == ("0: 100.0 MiB", "1: blocks.3.mlp.1 GELU, 100.0 MiB", "2: 100.0 MiB")
     assert "taken back" in next(bar for bar in chart.bars if bar.lane == chart.lanes[2]).label
-
-
-def test_a_step_without_anything_has_no_pictures() -> None:
-    assert step_charts(StepRecord(step=1, length_s=0.1)) == []
 
 
 COSTLY = {
@@ -202,8 +196,3 @@ def test_a_legend_has_the_colours_of_its_bars() -> None:
     }
     assert shown == {BAR_NAMES[bar.role]: COLORS[bar.role] for bar in chart.bars}
     assert len(shown) > 1
-
-
-def test_every_role_has_a_color() -> None:
-    assert {bar.role for chart in CHARTS for bar in chart.bars} <= set(COLORS)
-    assert {series.role for chart in CHARTS for series in chart.series} <= set(COLORS)

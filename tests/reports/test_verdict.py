@@ -122,11 +122,6 @@ def test_headlines(changes: dict[str, Any], headline: str, next_step: str) -> No
     assert next_step in verdict.next_step
 
 
-@pytest.mark.parametrize("activations", ["offload", "recompute_offload"])
-def test_whatever_moves_is_judged_alike(activations: str) -> None:
-    assert judge(run(policy={**POLICY, "activations": activations})) == judge(run())
-
-
 def test_budgets_are_said_to_be_kept_or_not() -> None:
     policy = {**POLICY, "activation_budget": "3GiB", "memory_budget": "1GiB"}
     memory = line(judge(run(policy=policy)), "memory")
