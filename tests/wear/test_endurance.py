@@ -29,11 +29,8 @@ def test_ssdtrain_at_its_worst_rate() -> None:
     step_s = 10.0
     activations = round(12.1 * GB * step_s / 2)
     assert round(life_days(FOUR_980_PRO, activations, step_s) or 0, 1) == 4.6
-
-
-def test_teraio_at_16_gb_per_s() -> None:
-    drives = [Drive(1_200 * TB, share=0.25)] * 4
-    assert round(life_days(drives, 16 * GB, 1.0) or 0, 1) == 3.5
+    teraio = [Drive(1_200 * TB, share=0.25)] * 4
+    assert round(life_days(teraio, 16 * GB, 1.0) or 0, 1) == 3.5
 
 
 def test_the_worked_examples() -> None:
@@ -93,10 +90,7 @@ def test_more_writes_and_more_drives_never_last_longer(
 )
 def test_used_life_is_the_larger_of_what_is_told(written: int | None, percentage: int | None, used: int) -> None:
     assert used_bytes(600 * TB, written_bytes=written, percentage_used=percentage) == used
-
-
-def test_a_percentage_of_an_unknown_rating_says_nothing() -> None:
-    assert used_bytes(None, written_bytes=7, percentage_used=90) == 7
+    assert used_bytes(None, written_bytes=7, percentage_used=90) == 7, "a percentage of nothing says nothing"
 
 
 def test_the_warning_tells_days_bytes_drive_and_what_to_do() -> None:
@@ -110,9 +104,6 @@ def test_the_warning_tells_days_bytes_drive_and_what_to_do() -> None:
     )
     for advice in ("wear_budget", "host_memory", 'activations="recompute"', '"keep"'):
         assert advice in text
-
-
-def test_the_warning_of_a_drive_past_its_rating() -> None:
     text = wear_warning([Drive(600 * TB, used_bytes=700 * TB)], 1_000, 1.0)
     assert text is not None
     assert text.startswith("a drive is past its rated 600.0 TB already (700.0 TB used)")
@@ -145,12 +136,9 @@ def test_impossible_drives_are_refused(wrong: dict[str, float], match: str) -> N
         replace(Drive(TB), **wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("step_s", [0.0, -1.0, math.inf, math.nan])
-def test_impossible_steps_are_refused(step_s: float) -> None:
-    with pytest.raises(ConfigError, match=r"step_s=.* is no duration; give seconds above 0"):
-        life_days([Drive(TB)], GB, step_s)
-
-
-def test_impossible_loads_are_refused() -> None:
+def test_impossible_steps_and_loads_are_refused() -> None:
+    for step_s in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match=r"step_s=.* is no duration; give seconds above 0"):
+            life_days([Drive(TB)], GB, step_s)
     with pytest.raises(ConfigError, match="bytes_per_step=-1"):
         bytes_per_day(-1, 1.0)

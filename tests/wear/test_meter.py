@@ -111,11 +111,12 @@ def test_drives_that_do_not_tell_count_as_new(
     assert (drive.share, drive.used_bytes) == (1.0, 0), "both directories lie on one file system"
     assert drive.name == f"number {os.stat(directories[0]).st_dev}"
     assert life(meter, 2 * TB, wait) == pytest.approx(200)
-
-
-def test_one_drive_tells_and_one_does_not(monkeypatch: pytest.MonkeyPatch, directories: tuple[Path, Path]) -> None:
     tells(monkeypatch, first=HealthReport((health(),), None), second=SILENT)
-    assert sorted(drive.share for drive in WearMeter(directories, TB)._drives) == [0.5, 0.5]
+    monkeypatch.setattr(meter_module, "capacity_bytes", lambda directory: 0)
+    meter = WearMeter(directories, TB)
+    assert sorted(drive.share for drive in meter._drives) == [0.5, 0.5], "one tells and one does not"
+    assert [drive.capacity_bytes for drive in meter._drives] == [None, None]
+    assert meter.capacity_bytes == 0, "a file system that tells no size is no error"
 
 
 def test_members_of_an_array_have_their_part_of_their_directory(
@@ -127,16 +128,6 @@ def test_members_of_an_array_have_their_part_of_their_directory(
         "nvme0n1": 0.25,
         "nvme1n1": 0.75,
     }
-
-
-def test_a_file_system_that_tells_no_size_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, directories: tuple[Path, Path]
-) -> None:
-    tells(monkeypatch, first=SILENT, second=HealthReport((health(),), None))
-    monkeypatch.setattr(meter_module, "capacity_bytes", lambda directory: 0)
-    meter = WearMeter(directories, TB)
-    assert [drive.capacity_bytes for drive in meter._drives] == [None, None]
-    assert meter.capacity_bytes == 0
 
 
 def test_a_real_directory_can_be_asked(tmp_path: Path, wait: Callable[[float], None]) -> None:
@@ -162,6 +153,7 @@ def meter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Wear
 
 
 def test_life_counts_from_the_first_border(meter: Callable[..., WearMeter], wait: Callable[[float], None]) -> None:
+    assert life(meter(num_processes=4), TB, wait) == pytest.approx(25), "every process writes as much"
     one = meter()
     assert one.life_days(50 * TB) is None
     one.border(50 * TB)
@@ -171,10 +163,6 @@ def test_life_counts_from_the_first_border(meter: Callable[..., WearMeter], wait
     assert one.life_days(51 * TB) == pytest.approx(50)
     wait(DAY_S / 2)
     assert one.life_days(51 * TB) == pytest.approx(100)
-
-
-def test_every_process_writes_as_much(meter: Callable[..., WearMeter], wait: Callable[[float], None]) -> None:
-    assert life(meter(num_processes=4), TB, wait) == pytest.approx(25)
 
 
 def borders(one: WearMeter, wait: Callable[[float], None], *, num: int, every_s: float, nbytes: int) -> list[bool]:
