@@ -84,6 +84,7 @@ def assert_equal_with_it(tools: Any, make: Any, callback: OffloadCallback, direc
         ("Net", {"gradient_clip_val": 0.01, "precision": "bf16-mixed"}),
         ("Net", trainers.BAREBONES),
         ("ManualNet", {}),
+        ("ManualNet past Lightning", {}),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value)[:40],
 )
@@ -92,18 +93,13 @@ def assert_equal_with_it(tools: Any, make: Any, callback: OffloadCallback, direc
 @pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
 def test_bitwise_equal_to_the_trainer_without_it(package, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     tools, callback = package[1], offloading(tmp_path)
-    trainer = assert_equal_with_it(tools, getattr(tools, name), callback, tmp_path, **settings)
+    make = partial(tools.ManualNet, through_lightning=False) if "past" in name else getattr(tools, name)
+    trainer = assert_equal_with_it(tools, make, callback, tmp_path, **settings)
     assert callback.stats.bytes_written > 0
     assert callback.stats.bytes_read + callback.stats.bytes_forwarded > 0
     assert all(isinstance(optimizer, OffloadedOptimizer) for optimizer in trainer.optimizers)
     assert sum(optimizer.stats.written_bytes for optimizer in trainer.optimizers) > 0
     assert_nothing_left(tmp_path)
-
-
-def test_a_backward_past_lightning(package, tmp_path: Path) -> None:
-    callback = offloading(tmp_path, optimizer_states="keep")
-    assert_equal_with_it(package[1], partial(package[1].ManualNet, through_lightning=False), callback, tmp_path)
-    assert callback._num_ended == trainers.NUM_BATCHES
 
 
 @pytest.mark.parametrize("activations", ["auto", "recompute_offload"])
@@ -183,6 +179,7 @@ def test_the_monitor_tells_of_it(package, tmp_path: Path) -> None:
 
 
 def test_a_second_trainer_of_the_same_arguments_and_copies(package, tmp_path: Path) -> None:
+    """And a second fit of one Trainer."""
     tools, callback = package[1], offloading(tmp_path)
     kwargs = {"callbacks": [callback]}
     found = []
@@ -194,19 +191,16 @@ def test_a_second_trainer_of_the_same_arguments_and_copies(package, tmp_path: Pa
         assert arguments["callbacks"][0].stats.bytes_written > 0
     for other in found[1:]:
         assert_identical(other, found[0])
+    again = []
+    for more in ([], [callback]):
+        trainer, module = tools.fit(tools.Net, "auto", tmp_path, callbacks=more)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module)
+        again.append(everything(trainer, module))
+    assert_identical(again[1], again[0])
     fresh = copy.deepcopy(callback)
     assert (fresh.policy, fresh.hardware, fresh.offloader) == (callback.policy, callback.hardware, None)
     assert_nothing_left(tmp_path)
-
-
-def test_a_second_fit_of_one_trainer(tmp_path: Path) -> None:
-    found = []
-    for more in ([], [offloading(tmp_path)]):
-        trainer, module = trainers.fit(trainers.Net, "auto", tmp_path, callbacks=more)
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(module)
-        found.append(everything(trainer, module))
-    assert_identical(found[1], found[0])
 
 
 def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -255,27 +249,19 @@ def test_strategies_that_have_not_been_tried_are_refused(kind: Any, tmp_path: Pa
 # -- from the environment ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "policy"),
-    [
-        ("offload", OffloadPolicy(activations="offload")),
-        ("auto", OffloadPolicy()),
-        ("states", OffloadPolicy(optimizer_states="offload")),
-        ("recompute_offload", OffloadPolicy(activations="recompute_offload")),
-    ],
-)
-def test_the_environment_names_a_policy(monkeypatch: pytest.MonkeyPatch, text: str, policy: OffloadPolicy) -> None:
-    monkeypatch.setenv("LIGHTNING_SSD", text)
-    (callback,) = callbacks_from_environment()
-    assert callback.policy == policy
-
-
-def test_the_environment_names_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_names_a_policy_or_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    named = {
+        "offload": OffloadPolicy(activations="offload"),
+        "auto": OffloadPolicy(),
+        "states": OffloadPolicy(optimizer_states="offload"),
+        "recompute_offload": OffloadPolicy(activations="recompute_offload"),
+    }
     file = tmp_path / "mine.yaml"
     file.write_text("policy: {activations: offload, min_tensor_bytes: 64KiB}\nhardware: {paths: [/my/drive]}\n")
-    monkeypatch.setenv("LIGHTNING_SSD", str(file))
-    (callback,) = callbacks_from_environment()
-    assert callback.policy == OffloadPolicy(activations="offload", min_tensor_bytes="64KiB")
+    for text, policy in (named | {str(file): OffloadPolicy(activations="offload", min_tensor_bytes="64KiB")}).items():
+        monkeypatch.setenv("LIGHTNING_SSD", text)
+        (callback,) = callbacks_from_environment()
+        assert callback.policy == policy
     assert callback.hardware == HardwareProfile(paths=["/my/drive"])
     monkeypatch.setenv("LIGHTNING_SSD", "")
     assert callbacks_from_environment() == []
@@ -308,18 +294,15 @@ def test_a_wrong_environment_is_refused(monkeypatch, tmp_path: Path, text: str, 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 @pytest.mark.parametrize(
-    "arguments",
+    ("script", "names"),
     [
-        ("tests.support.callback_script", "ddp", "ddp-auto", "ddp-accumulate", "ddp-manual"),
-        ("tests.support.callback_script", "fsdp2", "tensor-parallel"),
-        pytest.param(("tests.support.second_package", "ddp", "fsdp2"), marks=pytest.mark.exhaustive),
+        ([], ["ddp", "ddp-auto", "ddp-accumulate", "ddp-manual", "fsdp2", "tensor-parallel"]),
+        pytest.param(["tests.support.second_package"], ["ddp", "fsdp2"], marks=pytest.mark.exhaustive),
     ],
-    ids=" ".join,
+    ids=["lightning", "pytorch_lightning"],
 )
-def test_two_processes(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    module, *names = arguments
-    script = ["tests.support.callback_script"] if module.endswith("second_package") else []
-    output = run_script(module, *script, str(tmp_path), *names).stdout
+def test_two_processes(script: list[str], names: list[str], tmp_path: Path, forks: list[str]) -> None:
+    output = run_script(*script, "tests.support.callback_script", str(tmp_path), *names, begin=forks).stdout
     for name in names:
         for rank in (0, 1):
             assert f"rank {rank}: {name} ok" in output

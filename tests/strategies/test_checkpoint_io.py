@@ -61,6 +61,8 @@ def test_what_is_loaded_may_be_changed_and_the_file_stays(tmp_path: Path) -> Non
     assert path.read_bytes() == before
     streamed.save_checkpoint({"other": torch.rand(40, 50)}, path)
     assert_identical(loaded["optimizer_states"], saved["optimizer_states"])
+    assert streamed.load_checkpoint(path)["other"].device.type == "cpu"
+    assert streamed.load_checkpoint(path, map_location="meta")["other"].device.type == "meta"
 
 
 @pytest.mark.parametrize("form", [str, lambda path: f"file://{path}", lambda path: os.path.relpath(path)])
@@ -71,13 +73,6 @@ def test_every_name_of_a_local_file(form: Callable[[Path], str], tmp_path: Path)
     assert_identical(streamed.load_checkpoint(form(path))["a"], torch.ones(3))
     streamed.remove_checkpoint(form(path))
     assert os.listdir(path.parent) == []
-
-
-def test_where_tensors_are_to_be_is_respected(tmp_path: Path) -> None:
-    path, streamed = tmp_path / "last.ckpt", StreamedCheckpointIO()
-    streamed.save_checkpoint({"a": torch.ones(3)}, path)
-    assert streamed.load_checkpoint(path)["a"].device.type == "cpu"
-    assert streamed.load_checkpoint(path, map_location="meta")["a"].device.type == "meta"
 
 
 # -- whole or not at all -----------------------------------------------------------------------------------------------
@@ -129,32 +124,25 @@ def test_a_full_drive_leaves_the_old_file(call: str, tmp_path: Path, monkeypatch
     path, streamed = tmp_path / "last.ckpt", StreamedCheckpointIO()
     streamed.save_checkpoint({"a": torch.ones(3)}, path)
 
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, call, fail)
-        with pytest.raises(OSError, match="No space left"):
-            streamed.save_checkpoint({"a": torch.zeros(3)}, path)
-    assert os.listdir(tmp_path) == ["last.ckpt"]
-    assert torch.equal(torch.load(path)["a"], torch.ones(3))
-
-
-def test_the_name_is_given_when_the_file_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a crash leaves is the old file: the new one gets its name after its bytes are on the drive."""
     calls: list[str] = []
 
-    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*arguments: Any) -> None:
-            calls.append(call.__name__)
-            call(*arguments)
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*arguments: Any) -> Any:
+            calls.append(name)
+            if name == call:
+                raise OSError(28, "No space left on device")
+            return real(*arguments)
 
         return note
 
-    for call in (os.fsync, os.replace):
-        monkeypatch.setattr(os, call.__name__, noted(call))
-    StreamedCheckpointIO().save_checkpoint({"a": torch.ones(3)}, tmp_path / "last.ckpt")
-    assert calls == ["fsync", "replace"]
+    with monkeypatch.context() as patched:
+        for name in ("fsync", "replace", "fchmod"):
+            patched.setattr(os, name, noted(name, getattr(os, name)))
+        with pytest.raises(OSError, match="No space left"):
+            streamed.save_checkpoint({"a": torch.zeros(3)}, path)
+    assert "replace" not in calls or "fsync" in calls[: calls.index("replace")], "a crash may leave half of a file"
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert torch.equal(torch.load(path)["a"], torch.ones(3))
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
@@ -228,8 +216,8 @@ def extra_bytes(work: Callable[[], Any]) -> tuple[int, Any]:
 
 @pytest.fixture
 def states(spill_dir: Path) -> Iterator[dict[str, Any]]:
-    """200 MB of states that are on the drive alone."""
-    parameters = [torch.nn.Parameter(torch.rand(2_500_000)) for _ in range(10)]
+    """100 MB of states that are on the drive alone."""
+    parameters = [torch.nn.Parameter(torch.rand(1_250_000)) for _ in range(10)]
     for parameter in parameters:
         parameter.grad = torch.rand_like(parameter)
     policy = OffloadPolicy(activations="keep", optimizer_states="offload")
@@ -237,7 +225,7 @@ def states(spill_dir: Path) -> Iterator[dict[str, Any]]:
         optimizer = offloader.offload_optimizer(torch.optim.Adam(parameters))
         optimizer.step()
         found = optimizer.state_dict()
-        assert sum(value.nbytes for state in found["state"].values() for value in state.values()) > 200_000_000
+        assert sum(value.nbytes for state in found["state"].values() for value in state.values()) > 100_000_000
         yield {"optimizer_states": [found]}
 
 
@@ -252,7 +240,7 @@ def test_states_on_ssd_do_not_pass_through_memory(states: dict[str, Any], spill_
 
 def test_the_measurement_sees_lightnings_copy(states: dict[str, Any], spill_dir: Path) -> None:
     extra, _ = extra_bytes(lambda: TorchCheckpointIO().save_checkpoint(states, spill_dir / "last.ckpt"))
-    assert extra > 150 * MIB
+    assert extra > 75 * MIB
 
 
 def test_an_interrupt_leaves_the_mask_of_new_files() -> None:

@@ -63,18 +63,20 @@ def test_a_logger_may_be_a_mock(tmp_path):
     assert logger.log_metrics.called
 
 
-def test_nothing_else_of_the_trainer_changes(tmp_path):
+def test_nothing_else_of_the_trainer_changes_and_checkpoints_stay_last(tmp_path):
     seen = {}
     for log_metrics in (True, False):
         checkpoint = ModelCheckpoint(tmp_path / f"ckpt-{log_metrics}", save_last=True)
+        watch = Watch()
         trainer, module = fit(
             Net,
             strategy_for(tmp_path, log_metrics=log_metrics),
             tmp_path,
-            callbacks=[Watch(), checkpoint],
+            callbacks=[watch, checkpoint],
             logger=RecordingLogger(),
             enable_checkpointing=True,
         )
+        assert not log_metrics or watch.kinds[-2:] == [DefaultMonitor, ModelCheckpoint]
         saved = torch.load(checkpoint.last_model_path, weights_only=False)
         seen[log_metrics] = {
             "callbacks": [type(callback) for callback in trainer.callbacks],
@@ -91,13 +93,6 @@ def test_nothing_else_of_the_trainer_changes(tmp_path):
         for noise in LIGHTNING_NOISE:
             warnings.filterwarnings("ignore", noise.removeprefix("ignore:").partition(":")[0])
         trainer.fit(Net(), ckpt_path=str(tmp_path / "ckpt-True" / "last.ckpt"))
-
-
-def test_checkpoints_stay_last(tmp_path):
-    watch, checkpoint = Watch(), ModelCheckpoint(tmp_path / "ckpt")
-    settings = {"logger": RecordingLogger(), "enable_checkpointing": True}
-    fit(Net, strategy_for(tmp_path), tmp_path, callbacks=[watch, checkpoint], **settings)
-    assert watch.kinds[-2:] == [DefaultMonitor, ModelCheckpoint]
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log..` but `Trainer.barebones=True.`")
@@ -147,8 +142,7 @@ def test_after_a_failed_run_and_in_the_next_one(tmp_path):
     assert trainer.callbacks == before
 
 
-@pytest.mark.parametrize("strategy", [SSDOffloadStrategy, SSDOffloadFSDPStrategy])
-@pytest.mark.parametrize("wrong", [None, 1, "yes"])
+@pytest.mark.parametrize(("strategy", "wrong"), [(SSDOffloadStrategy, None), (SSDOffloadFSDPStrategy, "yes")])
 def test_the_switch_is_on_or_off(strategy, wrong):
     with pytest.raises(ConfigError, match=rf"{strategy.__name__}\.log_metrics={wrong!r} is .* type bool"):
         strategy(log_metrics=wrong)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import init_device_mesh
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFSDPStrategy, SSDOffloadStrategy
 from lightning_ssd.common.dtensor import local_of, sharded_of
-from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
+from lightning_ssd.errors import ConfigError, OutOfSpaceError
 from lightning_ssd.memory import gauge
 from lightning_ssd.parameters import step_memory
 from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
@@ -30,7 +30,7 @@ from tests.support.helpers import assert_identical
 from tests.support.processes import run_script
 from tests.support.trainers import make_trainer, one_thread
 
-SCENARIOS = ("frozen", "trained", "shapes", "counted", "edits", "evaluated", "checkpoints")
+SCENARIOS = ("frozen", "trained", "variants", "shapes", "counted", "edits", "evaluated", "checkpoints")
 WIDTH = 64
 EVERYTHING: dict[str, Any] = {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"}
 FROZEN: dict[str, Any] = {"gradients": "keep", "optimizer_states": "keep"}
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "scenarios",
-    [SCENARIOS[:2], *(pytest.param(names, marks=pytest.mark.exhaustive) for names in (SCENARIOS[2:5], SCENARIOS[5:]))],
+    [SCENARIOS[:2], *(pytest.param(names, marks=pytest.mark.exhaustive) for names in (SCENARIOS[2:4], SCENARIOS[4:]))],
     ids=" ".join,
 )
 def test_two_processes(tmp_path: Path, scenarios: tuple[str, ...], forks: list[str]) -> None:
@@ -214,8 +214,7 @@ def test_a_shard_that_somebody_holds_stays(hold: str, mesh: Any, opened: Callabl
         assert is_mapped(local.untyped_storage())
 
 
-@pytest.mark.parametrize("sync", [True, False], ids=["each", "last"])
-@pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
+@pytest.mark.parametrize(("sync", "to_none"), [(True, False), (False, True)], ids=["each, zeros", "last, none"])
 def test_accumulated_gradients(sync: bool, to_none: bool, mesh: Any, opened: Callable[..., Offloader]) -> None:
     """Reduced after each backward, or after the last one only."""
     found = []
@@ -242,20 +241,6 @@ def test_accumulated_gradients(sync: bool, to_none: bool, mesh: Any, opened: Cal
         assert in_files == (0 if offloader is None else 3 * 7)
         found.append({"norms": norms, "weights": [local.clone() for local in locals_of(model)]})
     assert_identical(found[1], found[0])
-
-
-def test_a_gradient_that_waits_is_added_to_where_it_is(mesh: Any, opened: Callable[..., Offloader]) -> None:
-    model, offloader, places = sharded(mesh), opened(), []
-    offloader.register_module(model)
-    offloader.expect_no_optimizer()
-    for _ in range(3):
-        model(torch.randn(8, WIDTH)).square().mean().backward()
-        offloader.end_backward()
-        gradients = [local_of(p.grad).untyped_storage() for p in model.parameters() if p.nbytes >= 4096]
-        assert all(map(is_mapped, gradients))
-        places.append([storage._cdata for storage in gradients])
-        del gradients
-    assert places[0] == places[1] == places[2]
 
 
 def test_gradients_lie_as_fsdp2_has_laid_them(mesh: Any, opened: Callable[..., Offloader]) -> None:
@@ -370,20 +355,6 @@ def test_a_full_drive_keeps_gradients_in_memory(
     assert_identical(found, expected)
 
 
-def test_a_read_that_fails_is_an_error_that_names_the_shard(
-    mesh: Any, opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = sharded(mesh)
-    opened().register_module(model)
-
-    def broken(self: MappedStorage) -> None:
-        raise OSError(5, "gone")
-
-    monkeypatch.setattr(MappedStorage, "bring_in", broken)
-    with pytest.raises(StorageError, match=r"weight 3\.weight .* could not be read"):
-        model(torch.randn(2, WIDTH))
-
-
 def test_other_memory_is_taken_over_again_and_the_old_place_is_given_back(
     mesh: Any, opened: Callable[..., Offloader]
 ) -> None:
@@ -399,18 +370,12 @@ def test_other_memory_is_taken_over_again_and_the_old_place_is_given_back(
     model(torch.randn(2, WIDTH, dtype=torch.bfloat16))
     offloader.end_backward()
     assert offloader.stats.weights_bytes == 0
-
-
-def test_a_model_that_is_gone_gives_its_place_back(mesh: Any, opened: Callable[..., Offloader]) -> None:
-    offloader = opened(**FROZEN)
-    model = sharded(mesh).requires_grad_(False)
     offloader.register_module(model)
-    model(torch.randn(2, WIDTH))
-    assert offloader.stats.weights_bytes == 7 * WIDTH * WIDTH * 4
+    assert offloader.stats.weights_bytes == nbytes // 2
     del model
     gc.collect()
     offloader.end_backward()
-    assert offloader.stats.weights_bytes == 0
+    assert offloader.stats.weights_bytes == 0, "a model that is gone gives its place back"
 
 
 def test_after_closing_the_model_trains_on(mesh: Any, opened: Callable[..., Offloader]) -> None:

@@ -34,6 +34,7 @@ trainer:
         init_args:
           paths: [{directory}]
           allow_unsuitable_paths: true
+      static_graph: true
 """
 NOISE = [
     "ignore:The '.*_dataloader' does not have many workers",
@@ -65,16 +66,12 @@ def test_by_name(tmp_path: Path) -> None:
 
 def test_by_class_with_nested_settings(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(YAML.format(directory=tmp_path))
-    cli = command_line("fit", "--config", str(tmp_path / "config.yaml"))
-    assert cli.trainer.strategy.policy == OffloadPolicy(activations="offload", min_tensor_bytes="64KiB")
-    assert [str(path) for path in cli.trainer.strategy.hardware.paths] == [str(tmp_path)]
-
-
-def test_dotted_arguments(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(YAML.format(directory=tmp_path))
     setting = "--trainer.strategy.init_args.policy.init_args.verify=full"
     cli = command_line("fit", "--config", str(tmp_path / "config.yaml"), setting)
-    assert cli.trainer.strategy.policy.verify == "full"
+    policy = OffloadPolicy(activations="offload", min_tensor_bytes="64KiB", verify="full")
+    assert cli.trainer.strategy.policy == policy
+    assert cli.trainer.strategy._ddp_arguments["static_graph"] is True
+    assert [str(path) for path in cli.trainer.strategy.hardware.paths] == [str(tmp_path)]
 
 
 def test_a_typo_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +89,9 @@ def test_a_class_path_alone_is_a_name_to_lightning(tmp_path: Path) -> None:
         command_line("fit", *words)
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize(
+    "package", [pytest.param("lightning.pytorch", marks=pytest.mark.exhaustive), "pytorch_lightning"]
+)
 def test_a_command_that_does_not_import_us(package: str, tmp_path: Path) -> None:
     """As ``docs/your_application.md`` writes it."""
     code = f"""

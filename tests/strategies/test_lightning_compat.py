@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 from typing import Any
 
 import lightning as L
@@ -12,16 +11,13 @@ import torch
 from lightning.fabric import Fabric, wrappers
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.fabric.strategies import Strategy as FabricStrategy
 from lightning.fabric.utilities import distributed, imports
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.overrides import distributed as overrides
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy as TrainerSingleDeviceStrategy
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.tuner import batch_size_scaling
 from lightning.pytorch.utilities import compile as compiling
 from lightning.pytorch.utilities.memory import is_oom_error, is_out_of_cpu_memory
@@ -105,21 +101,6 @@ def test_fabric_knows_one_device_by_the_strategys_class():
     assert "isinstance(self._strategy, (SingleDeviceStrategy," in source(Fabric.no_backward_sync)
 
 
-def test_a_strategy_becomes_one_for_a_single_device():
-    strategy = FabricDDPStrategy(parallel_devices=[torch.device("cpu")])
-    compat.become_one_device(strategy)
-    changed = type(strategy)
-    assert isinstance(strategy, FabricSingleDeviceStrategy)
-    assert isinstance(strategy, FabricDDPStrategy)
-    assert (changed.__name__, changed.__module__) == (FabricDDPStrategy.__name__, FabricDDPStrategy.__module__)
-    compat.become_one_device(strategy)
-    assert type(strategy) is changed
-    assert (strategy.world_size, strategy.global_rank, strategy.distributed_sampler_kwargs) == (1, 0, None)
-    again = pickle.loads(pickle.dumps(strategy))
-    assert type(again) is changed
-    assert again.root_device == torch.device("cpu")
-
-
 # -- the batch-size finder --------------------------------------------------------------------------------------------
 
 
@@ -177,22 +158,6 @@ def test_launchers_are_made_as_lightning_makes_them():
     assert "self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)" in theirs
     strategy._launcher = script
     assert strategy.launcher is script
-
-
-def test_the_default_backend_of_a_device():
-    assert compat.default_backend(torch.device("cpu")) == "gloo"
-    assert compat.default_backend(torch.device("cuda", 0)) == "nccl"
-
-
-def test_ddps_forward_redirection_is_a_redirection():
-    assert issubclass(_DDPForwardRedirection, _ForwardRedirection)
-    assert type(DDPStrategy()._forward_redirection) is _DDPForwardRedirection
-
-
-def test_an_exceptions_words_are_replaced():
-    error = RuntimeError("first\nExpected this", 3)
-    compat.explain(error, ".*Expected.*", "do that")
-    assert error.args == ("do that", 3)
 
 
 @pytest.mark.parametrize(

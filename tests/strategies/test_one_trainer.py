@@ -24,10 +24,13 @@ TRAINER = (lightning.pytorch.Trainer, {"logger": False, "enable_checkpointing": 
 FABRIC = (Fabric, {})
 
 
-@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
 @pytest.mark.parametrize(
-    ("taker", "make"),
-    [(TRAINER, SSDOffloadStrategy), (TRAINER, SSDOffloadFSDPStrategy), (FABRIC, SSDOffloadFabricStrategy)],
+    ("taker", "make", "accelerator"),
+    [
+        (TRAINER, SSDOffloadStrategy, "auto"),
+        (TRAINER, SSDOffloadFSDPStrategy, "cpu"),
+        (FABRIC, SSDOffloadFabricStrategy, "cpu"),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_second_trainer_is_refused(taker, make, accelerator) -> None:

@@ -2,4 +2,15 @@
 
 from tests.support.second_package import again_over_pytorch_lightning
 
-globals().update(again_over_pytorch_lightning("tests.strategies.test_ssd_offload", but=("test_interactive_sessions",)))
+globals().update(
+    again_over_pytorch_lightning(
+        "tests.strategies.test_ssd_offload",
+        by_default=(
+            "test_by_name_with_all_defaults",
+            "test_plans_are_followed_and_a_budget_is_kept",
+            "test_weight_averaging",
+            "test_checkpoints_are_ordinary_ones_in_both_directions",
+        ),
+        but=("test_interactive_sessions",),
+    )
+)

@@ -76,7 +76,11 @@ def test_what_the_user_has_said_is_kept() -> None:
 
 def test_a_spawned_process_gets_the_class_of_the_package(tmp_path: Path) -> None:
     (tmp_path / "strategy").write_bytes(pickle.dumps(taken("SSDOffloadStrategy", lightning_ssd.SSDOffloadStrategy())))
-    code = "import pickle, sys; print(type(pickle.load(open(sys.argv[1], 'rb'))).__mro__)"
+    code = """
+import pickle, sys, lightning_ssd
+assert not {"pytorch_lightning", "lightning_ssd.pytorch_lightning"} & set(sys.modules), "who does not use it loads it"
+print(type(pickle.load(open(sys.argv[1], 'rb'))).__mro__)
+"""
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "strategy")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert "'pytorch_lightning.strategies.parallel.ParallelStrategy'" in done.stdout, done.stderr
@@ -122,11 +126,15 @@ IN_EITHER_ORDER = """
 
 
 @pytest.mark.parametrize(
-    "order", [("lightning_ssd", other) for other in ("pytorch_lightning", "lightning_fabric")], ids=lambda one: one[1]
+    ("first", "other"),
+    [
+        ("lightning_ssd", "pytorch_lightning"),
+        ("lightning_fabric", "lightning_ssd"),
+        pytest.param("lightning_ssd", "lightning_fabric", marks=pytest.mark.exhaustive),
+        pytest.param("pytorch_lightning", "lightning_ssd", marks=pytest.mark.exhaustive),
+    ],
 )
-@pytest.mark.parametrize("is_first", [True, False])
-def test_the_order_of_imports_does_not_matter(order: tuple[str, str], is_first: bool) -> None:
-    first, other = order if is_first else reversed(order)
+def test_the_order_of_imports_does_not_matter(first: str, other: str) -> None:
     code = textwrap.dedent(IN_EITHER_ORDER.format(first=first, second=other))
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -135,14 +143,6 @@ def test_the_order_of_imports_does_not_matter(order: tuple[str, str], is_first: 
     expected = [f"{name} {policy}" for name, policy in zip(trainers, activations, strict=True)]
     expected += [f"SSDOffloadFabricStrategy {policy}" for policy in (*activations[:4], "offload")]
     assert done.stdout.splitlines() == expected, done.stderr
-
-
-def test_who_does_not_use_it_does_not_load_it() -> None:
-    code = (
-        'import sys, lightning_ssd; print({"pytorch_lightning", "lightning_ssd.pytorch_lightning"} & set(sys.modules))'
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 def test_the_monitor_logs_as_ever(tmp_path: Path) -> None:
@@ -160,11 +160,19 @@ def test_the_monitor_logs_as_ever(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-@pytest.mark.parametrize("start_method", ["popen", "fork"])  # "spawn" would look for the tests' classes by name
-def test_two_processes_train_bitwise_like_ddp(tmp_path: Path, start_method: str) -> None:
-    names = ("plain", "accumulate", "manual", "states") if start_method == "popen" else ("plain",)
+@pytest.mark.parametrize(
+    ("start_method", "names"),
+    [
+        ("popen", ("plain", "states")),
+        pytest.param("popen", ("accumulate", "manual"), marks=pytest.mark.exhaustive),
+        pytest.param("fork", ("plain",), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_two_processes_train_bitwise_like_ddp(
+    start_method: str, names: tuple[str, ...], tmp_path: Path, forks: list[str]
+) -> None:
     script = ("tests.support.second_package", "tests.support.ddp_script")
-    output = run_script(*script, str(tmp_path), start_method, *names).stdout
+    output = run_script(*script, str(tmp_path), start_method, *names, begin=forks).stdout
     for name in names:
         for rank in (0, 1) if start_method == "popen" else (0,):
             assert f"rank {rank}: {name} ok" in output

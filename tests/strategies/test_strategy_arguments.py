@@ -1,11 +1,9 @@
 """What a strategy takes and refuses."""
 
-import sys
-
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd import HardwareProfile
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from tests.support.trainers import (
@@ -63,46 +61,6 @@ def test_before_a_trainer_took_it():
 
 def test_restore_happens_before_setup():
     assert not SSDOffloadStrategy().restore_checkpoint_after_setup
-
-
-CLI_TRAINER = {"accelerator": "cpu", "devices": 1, "logger": False}
-
-
-@pytest.fixture
-def cli_strategy(monkeypatch):
-    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
-    from lightning.pytorch.cli import LightningCLI
-
-    def build(strategy):
-        arguments = {"trainer": {**CLI_TRAINER, "strategy": strategy}}
-        cli = LightningCLI(Net, run=False, save_config_callback=None, seed_everything_default=False, args=arguments)
-        return cli.trainer.strategy
-
-    monkeypatch.setattr(sys, "argv", sys.argv[:1])
-    return build
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_lightning_cli_takes_names_and_plain_values(cli_strategy):
-    assert type(cli_strategy("ssd_offload")) is SSDOffloadStrategy
-    class_path = "lightning_ssd.strategies.ssd_offload.SSDOffloadStrategy"
-    settings = {
-        "policy": {"activations": "offload", "min_tensor_bytes": "2MiB"},
-        "hardware": {"paths": ["spill"]},
-        "static_graph": True,
-    }
-    strategy = cli_strategy({"class_path": class_path, "init_args": settings})
-    assert strategy.policy == OffloadPolicy(activations="offload", min_tensor_bytes="2MiB")
-    assert strategy.hardware.paths == ("spill",)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_lightning_cli_names_a_mistyped_argument(cli_strategy, capsys):
-    with pytest.raises(SystemExit):
-        cli_strategy(
-            {"class_path": "lightning_ssd.strategies.ssd_offload.SSDOffloadStrategy", "init_args": {"polcy": 1}}
-        )
-    assert "'polcy' is not accepted" in capsys.readouterr().err
 
 
 def test_subclasses_keep_their_overrides(tmp_path):

@@ -181,7 +181,7 @@ def forgotten(directory: Path) -> None:
     """Parameters without gradients, and nobody said so: our message must name our strategy."""
     with pytest.raises(RuntimeError, match=r"strategy=SSDOffloadStrategy\(find_unused_parameters=True\)"):
         fit(HalfUnused, offload_strategy(directory), directory, devices=2)
-    print("forgotten ok", flush=True)
+    print(f"rank {rank_before_launch()}: forgotten ok", flush=True)
 
 
 BUDGET = 400_000

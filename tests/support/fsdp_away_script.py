@@ -223,25 +223,37 @@ def compare(
 
 def frozen(directory: Path) -> None:
     """Adapters are trained. What FSDP2 gathers of frozen weights is read from files, and no step writes them."""
-    for make in (Tuned, TunedGathered, TunedHalf, Built):
-        for activations in ("keep", "offload") if make is Tuned else ("offload",):
-            strategy, module = compare(make, directory, {**FROZEN, "activations": activations})
-            assert strategy.stats.weights_bytes == 4 * BLOCK_BYTES
-            assert strategy.stats.weights_resident_peak_bytes <= 2 * BLOCK_BYTES
-            assert make is not Built or module.cut_in_files == [True] * 4
-    compare(Tuned, directory, STATES, gradient_clip_val=0.1, accumulate_grad_batches=2, max_epochs=2)
+    for make, activations in ((TunedHalf, "offload"), (Built, "keep")):
+        compare_frozen(make, directory, activations)
+
+
+def compare_frozen(make: type[Any], directory: Path, activations: str) -> None:
+    strategy, module = compare(make, directory, {**FROZEN, "activations": activations})
+    assert strategy.stats.weights_bytes == 4 * BLOCK_BYTES
+    assert strategy.stats.weights_resident_peak_bytes <= 2 * BLOCK_BYTES
+    assert make is not Built or module.cut_in_files == [True] * 4
+
+
+CLIPPED = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "max_epochs": 2}
 
 
 def trained(directory: Path) -> None:
     """All of it is trained, and all of it waits."""
-    clipped = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "max_epochs": 2}
-    for make in (Away, Gathered, Half, Checkpointed):
-        compare(make, directory, EVERYTHING, **clipped)
-    compare(Away, directory, STATES)
+    compare(Half, directory, EVERYTHING, **CLIPPED)
     compare(TrainedAndBuilt, directory, EVERYTHING)
     compare(Tuned, directory, EVERYTHING, gradient_clip_val=0.05, gradient_clip_algorithm="value")
-    compare(Away, directory, EVERYTHING, precision="bf16-true")
     compare(Away, directory, {**EVERYTHING, "activations": "recompute_offload"})
+
+
+def variants(directory: Path) -> None:
+    """More models and policies of both kinds."""
+    for make, activations in ((Tuned, "keep"), (Tuned, "offload"), (TunedGathered, "offload")):
+        compare_frozen(make, directory, activations)
+    compare(Tuned, directory, STATES, **CLIPPED)
+    for make in (Away, Gathered, Checkpointed):
+        compare(make, directory, EVERYTHING, **CLIPPED)
+    compare(Away, directory, STATES)
+    compare(Away, directory, EVERYTHING, precision="bf16-true")
 
 
 def shapes(directory: Path) -> None:
@@ -405,7 +417,7 @@ def checkpoints(directory: Path) -> None:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (frozen, trained, shapes, hybrid, three, counted, edits, evaluated, checkpoints)
+    for scenario in (frozen, trained, variants, shapes, hybrid, three, counted, edits, evaluated, checkpoints)
 }
 
 

@@ -10,6 +10,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 import lightning_ssd.pytorch_lightning  # noqa: F401  # serves what is below it
 from lightning_ssd._both_packages import IMPORTS, SecondFinder
 
@@ -36,15 +38,21 @@ def over_pytorch_lightning(name: str) -> ModuleType:
     return import_module(f"{_NAME}.{name}")
 
 
-def again_over_pytorch_lightning(name: str, but: tuple[str, ...] = ()) -> dict[str, Any]:
+def again_over_pytorch_lightning(
+    name: str, *, by_default: tuple[str, ...] = (), but: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """What pytest is to find of a module of tests, over the second package.
 
     Args:
         name: of the module.
+        by_default: tests that run by default; all others are exhaustive. Without any, none is.
         but: tests that do not train with Lightning.
     """
     found = vars(over_pytorch_lightning(name))
-    assert not set(but) - set(found)
+    assert not {*by_default, *but} - set(found)
+    for key, value in found.items():
+        if by_default and key.startswith("test_") and key not in by_default:
+            pytest.mark.exhaustive(value)
     return {key: value for key, value in found.items() if not key.startswith("__") and key not in but}
 
 

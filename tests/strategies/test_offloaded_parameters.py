@@ -1,0 +1,339 @@
+"""Weights and gradients that wait, under Lightning and Fabric: in files, and away from a device, races being faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from torch import nn
+
+from lightning_ssd import HardwareProfile, OffloadPolicy, SSDOffloadStrategy
+from lightning_ssd.memory import gauge
+from lightning_ssd.parameters import step_memory
+from lightning_ssd.parameters.device_weights import DeviceWeights
+from lightning_ssd.planning import residency
+from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
+from tests.support.fabric_runs import assert_nothing_left
+from tests.support.helpers import assert_identical
+from tests.support.pairs import pairwise
+from tests.support.pretended_training import everything_there
+from tests.support.trainers import LIGHTNING_NOISE, WIDTH, Block, Net, fit, make_trainer, one_thread, result
+
+pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
+
+BLOCK_BYTES = 2 * 2 * WIDTH * WIDTH * 4
+
+
+class Built(Net):
+    """Its blocks are made when Lightning asks for it."""
+
+    is_trained = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            self.blocks = nn.ModuleList(Block(self.width) for _ in range(3)).requires_grad_(self.is_trained)
+
+
+class Tuned(Built):
+    """Its blocks are frozen, as in a model whose head is trained anew."""
+
+    is_trained = False
+
+
+class Kind(NamedTuple):
+    """What is trained, and what of it waits."""
+
+    make: type[Built]
+    policy: dict[str, Any]
+    is_on_device: bool = True
+
+
+STATES = {"optimizer_states": "offload"}
+FROZEN = Kind(Tuned, {"parameters": "offload"}, is_on_device=False)
+WEIGHTS = Kind(Built, STATES | {"parameters": "offload"})
+GRADIENTS = Kind(Built, STATES | {"gradients": "offload"})
+EVERYTHING = Kind(Built, STATES | {"parameters": "offload", "gradients": "offload"})
+KINDS = {"frozen": FROZEN, "weights": WEIGHTS, "gradients": GRADIENTS, "everything": EVERYTHING}
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest, small_subgroups: None) -> Iterator[Kind]:
+    """Where it is on a device, that is pretended."""
+    chosen = KINDS[request.param]
+    with one_thread(), everything_there() if chosen.is_on_device else nullcontext():
+        yield chosen
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def strategy(directory: Path, kind: Kind = FROZEN, make: Any = SSDOffloadStrategy, **options: Any) -> Any:
+    memory = {"host_memory": 0} if kind.is_on_device else {}
+    return make(
+        policy=OffloadPolicy(**{"min_tensor_bytes": 4096} | kind.policy | options),
+        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True, **memory),
+    )
+
+
+TRAINERS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "mixed, clipped by norm": {"precision": "bf16-mixed", "gradient_clip_val": 0.01},
+    "accumulated, clipped by norm": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01},
+    "accumulated, clipped by value": {
+        "accumulate_grad_batches": 3,
+        "gradient_clip_val": 1e-4,
+        "gradient_clip_algorithm": "value",
+    },
+}
+
+
+@pairwise("kind, activations, name", KINDS, ["auto", "offload", "keep"], TRAINERS, indirect=["kind"])
+def test_training_is_lightning_s_own(kind: Kind, activations: str, name: str, tmp_path: Path) -> None:
+    _, expected = fit(kind.make, "auto", tmp_path, **TRAINERS[name])
+    ours = strategy(tmp_path, kind, activations=activations)
+    _, module = fit(kind.make, ours, tmp_path, **TRAINERS[name])
+    assert_identical(result(module), result(expected))
+    stats = ours.stats
+    if "parameters" in kind.policy:
+        assert stats.weights_bytes >= 3 * BLOCK_BYTES
+        assert kind.is_on_device or 0 < stats.weights_resident_peak_bytes <= stats.weights_bytes == 3 * BLOCK_BYTES
+    if "gradients" in kind.policy:
+        assert stats.bytes_written > 0
+    assert_nothing_left(tmp_path)
+
+
+class Manual(Built):
+    """Accumulates, clips, changes and keeps gradients by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.norms: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(self.loss(batch) * 0.5)
+        if batch_idx % 2:
+            return
+        weight = self.blocks[0].up.weight
+        weight.grad = weight.grad * 2
+        self.blocks[1].down.weight.grad.add_(1e-3)
+        self.norms.append(nn.utils.get_total_norm([p.grad for p in self.parameters()]))
+        by_norm = batch_idx % 4 == 0
+        self.clip_gradients(
+            optimizer,
+            gradient_clip_val=0.01 if by_norm else 1e-4,
+            gradient_clip_algorithm="norm" if by_norm else "value",
+        )
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=by_norm)
+
+
+@pytest.mark.parametrize("kind", ["gradients"], indirect=True)
+def test_manual_optimization(kind: Kind, tmp_path: Path) -> None:
+    _, expected = fit(Manual, "auto", tmp_path, max_epochs=2)
+    _, module = fit(Manual, strategy(tmp_path, kind, activations="offload"), tmp_path, max_epochs=2)
+    assert_identical(result(module), result(expected))
+    assert_identical(module.norms, expected.norms)
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(("available", "num_waiting"), [(1 << 40, 0), (0, 3), (None, 3)])
+def test_with_auto_as_many_wait_as_memory_lacks(
+    available: int | None, num_waiting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gauge, "host_available_bytes", lambda cached: available)
+    monkeypatch.setattr(gauge, "anonymous_bytes", lambda: 1 << 20)
+    _, expected = fit(Tuned, "auto", tmp_path)
+    ours = strategy(tmp_path, parameters="auto", activations="keep")
+    _, module = fit(Tuned, ours, tmp_path)
+    assert_identical(result(module), result(expected))
+    assert ours.stats.weights_bytes == num_waiting * BLOCK_BYTES
+    assert ours.stats.weights_kept_bytes == (3 - num_waiting) * BLOCK_BYTES
+    assert (ours.stats.bytes_written > 0) is (num_waiting > 0)
+    assert_nothing_left(tmp_path)
+
+
+class Scarce(L.Callback):
+    """From the second batch on the machine has no memory left, and from the fifth on much."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.available_bytes = 1 << 40
+        self.waiting: list[int] = []
+        monkeypatch.setattr(gauge, "host_available_bytes", lambda cached: self.available_bytes)
+        monkeypatch.setattr(step_memory, "_REST_S", 0.0)
+        monkeypatch.setattr(residency, "_PATIENCE", 2)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self.waiting.append(trainer.strategy.stats.weights_bytes)
+        self.available_bytes = 0 if 2 <= len(self.waiting) < 5 else 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [(Tuned, {}), (Net, {"precision": "bf16-mixed"}), (Net, {"accumulate_grad_batches": 2})],
+)
+def test_memory_that_becomes_scarce_in_the_middle_of_training(
+    make: type[L.LightningModule], more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {} if make is Tuned else {"gradients": "auto", "optimizer_states": "offload"}
+    _, expected = fit(make, "auto", tmp_path, max_epochs=4, **more)
+    scarce = Scarce(monkeypatch)
+    ours = strategy(tmp_path, parameters="auto", activations="auto", **options)
+    _, module = fit(make, ours, tmp_path, max_epochs=4, callbacks=[scarce], **more)
+    assert_identical(result(module), result(expected))
+    assert scarce.waiting[0] == scarce.waiting[-1] == 0
+    assert max(scarce.waiting) >= 3 * BLOCK_BYTES
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("activity", ["validate", "test", "predict"])
+def test_without_training(activity: str, tmp_path: Path) -> None:
+    results = []
+    for own in ("auto", strategy(tmp_path)):
+        L.seed_everything(7, verbose=False)
+        module = Tuned()
+        trainer = make_trainer(own, tmp_path)
+        found = getattr(trainer, activity)(module, **({} if activity == "predict" else {"verbose": False}))
+        results.append((module.losses, found))
+        if own != "auto":
+            assert own.stats.weights_bytes == 3 * BLOCK_BYTES
+            assert own.stats.bytes_saved == 0
+    assert_identical(results[0], results[1])
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # on purpose without its callback
+@pytest.mark.parametrize("kind", ["frozen", "weights"], indirect=True)
+def test_checkpoints_are_lightning_s_own_and_resume(kind: Kind, tmp_path: Path) -> None:
+    def saved(name: str, own: Any) -> Path:
+        saving = ModelCheckpoint(tmp_path / name, save_last=True)
+        fit(kind.make, own, tmp_path, callbacks=[saving], enable_checkpointing=True)
+        return tmp_path / name / "last.ckpt"
+
+    plain, ours = saved("plain", "auto"), saved("ours", strategy(tmp_path, kind))
+    loaded = [torch.load(path, weights_only=False) for path in (plain, ours)]
+    for part in ("state_dict", "optimizer_states") if kind is WEIGHTS else ("state_dict",):
+        assert_identical(loaded[1][part], loaded[0][part])
+    resumed = []
+    for path, is_ours in ((plain, False), (ours, True), (plain, True), (ours, False)):
+        L.seed_everything(8, verbose=False)
+        module, own = kind.make(), strategy(tmp_path, kind) if is_ours else "auto"
+        make_trainer(own, tmp_path, max_epochs=2).fit(module, ckpt_path=path)
+        resumed.append(result(module))
+    for other in resumed[1:]:
+        assert_identical(other, resumed[0])
+
+
+@pytest.mark.parametrize("kind", ["frozen", "weights"], indirect=True)
+def test_fit_twice_then_test(kind: Kind, tmp_path: Path) -> None:
+    found = []
+    for is_ours in (False, True):
+        own = [strategy(tmp_path, kind) if is_ours else "auto" for _ in range(3)]
+        _, module = fit(kind.make, own[0], tmp_path)
+        make_trainer(own[1], tmp_path).fit(module)
+        make_trainer(own[2], tmp_path).test(module, verbose=False)
+        found.append(result(module))
+    assert own[1].stats.weights_bytes >= 3 * BLOCK_BYTES
+    assert_identical(found[1], found[0])
+
+
+class Frugal(Tuned):
+    """Its optimizer has what is trained, as finetuning wants it."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+class Unfreezes(BaseFinetuning):
+    """The last block is trained from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        pass
+
+    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.blocks[2], optimizer, lr=1e-2)
+
+
+def test_weights_that_are_unfrozen_while_they_wait(tmp_path: Path) -> None:
+    found = []
+    for own in ("auto", strategy(tmp_path)):
+        _, module = fit(Frugal, own, tmp_path, callbacks=[Unfreezes()], max_epochs=3)
+        found.append(result(module))
+    assert_identical(found[1], found[0])
+
+
+@pytest.mark.parametrize("where", ["on_before_zero_grad", "configure_model"])
+def test_what_fails_in_a_step_or_in_building_leaves_nothing(where: str, tmp_path: Path) -> None:
+    def fail(self: Tuned, *args: Any) -> None:
+        if where == "configure_model":
+            Tuned.configure_model(self)
+            assert self.trainer.strategy.stats.weights_bytes == 3 * BLOCK_BYTES, "it is never whole in memory"
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(type("Failing", (Tuned,), {where: fail}), strategy(tmp_path), tmp_path)
+    assert_nothing_left(tmp_path)
+    nn.Sequential(nn.Linear(WIDTH, WIDTH))  # nobody listens any more
+
+
+def fabric_training(fabric: Fabric, path: Path, clip: dict[str, float], *, is_trained: bool) -> list[Any]:
+    torch.manual_seed(3)
+    with fabric.init_module():
+        blocks = nn.Sequential(*(Block(WIDTH) for _ in range(3)), nn.Linear(WIDTH, 8))
+    blocks[:3].requires_grad_(is_trained)
+    trained = [parameter for parameter in blocks.parameters() if parameter.requires_grad]
+    model, optimizer = fabric.setup(blocks, torch.optim.AdamW(trained, lr=1e-3))
+    found: list[Any] = []
+    for step in range(6):
+        loss = model(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean()
+        fabric.backward(loss)
+        found.append(loss.detach())
+        if step % 2:
+            norm = fabric.clip_gradients(model, optimizer, **clip)
+            found += [*([] if norm is None else [norm]), *(p.grad.clone() for p in trained)]
+            optimizer.step()
+            optimizer.zero_grad()
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    return [*found, torch.load(path, weights_only=False)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "clip"),
+    [
+        ("frozen", {"max_norm": 0.01}),
+        ("weights", {"max_norm": 0.01}),
+        ("gradients", {"max_norm": 0.01}),
+        ("gradients", {"clip_val": 1e-4}),
+    ],
+    indirect=["kind"],
+)
+def test_fabric(kind: Kind, clip: dict[str, float], tmp_path: Path) -> None:
+    is_trained = kind.make.is_trained
+    ours = strategy(tmp_path, kind, SSDOffloadFabricStrategy)
+    with ours:
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=ours)
+        found = fabric_training(fabric, tmp_path / "ours.ckpt", clip, is_trained=is_trained)
+        if "parameters" in kind.policy:
+            assert ours.stats.weights_bytes >= 3 * BLOCK_BYTES
+            weights = ours.offloader._parts.parameters.weights
+            assert isinstance(weights, DeviceWeights) is kind.is_on_device
+        assert ours.stats.bytes_written > 0
+    plain = Fabric(accelerator="cpu", devices=1)
+    assert_identical(found, fabric_training(plain, tmp_path / "plain.ckpt", clip, is_trained=is_trained))
