@@ -35,14 +35,6 @@ class TestStagingPool:
             ctypes.memset(region.address, 7, nbytes)
         assert pool.lent_bytes == 0
 
-    def test_memory_is_used_again(self, pool: StagingPool) -> None:
-        addresses = set()
-        for _ in range(10):
-            with pool.lease(MIB) as region:
-                addresses.add(region.address)
-        assert len(addresses) == 1
-        assert [block.nbytes for block in pool._spare] == [MIB]
-
     def test_there_are_no_more_than_threads_that_lease(self, pool: StagingPool) -> None:
         for nbytes in (3 * MIB, MIB, 4 * MIB, 4096):
             with pool.lease(nbytes), pool.lease(nbytes):

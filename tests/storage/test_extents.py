@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import random
-from bisect import insort
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -80,39 +77,6 @@ class AllocatorAgainstByteMap(RuleBasedStateMachine):
 
 TestAllocatorAgainstByteMap = AllocatorAgainstByteMap.TestCase
 TestAllocatorAgainstByteMap.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_the_byte_map_test_can_fail() -> None:
-    class Forgetful(ExtentAllocator):
-        def _merge(self, start: int, nbytes: int) -> None:
-            insort(self._starts, start)
-            self._free[start] = nbytes
-
-    allocator = Forgetful(BLOCK)
-    allocator.grow(2 * BLOCK)
-    extents = [allocator.allocate(BLOCK), allocator.allocate(BLOCK)]
-    for extent in extents:
-        assert extent is not None
-        allocator.free(extent)
-    assert allocator.allocate(2 * BLOCK) is None
-
-
-def test_capacity_stays_constant_under_steady_load() -> None:
-    random.seed(0)
-    sizes = [random.choice([12, 48, 9, 3]) * 256 * 1024 + random.randrange(4096) for _ in range(60)]
-    allocator = ExtentAllocator(BLOCK)
-    capacities = []
-    for _ in range(50):
-        lent = []
-        for nbytes in sizes:
-            while (extent := allocator.allocate(nbytes)) is None:
-                allocator.grow(BLOCK * 64)
-            lent.append(extent)
-        random.shuffle(lent)
-        for extent in lent:
-            allocator.free(extent)
-        capacities.append(allocator.capacity_bytes)
-    assert len(set(capacities)) == 1
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])

@@ -17,10 +17,9 @@ from lightning_ssd.errors import OutOfSpaceError, ShortTransferError, StorageErr
 from lightning_ssd.storage import posix
 from lightning_ssd.storage import spill_file as arena_module
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
-from lightning_ssd.storage.filesystem import DirectAlignment, direct_alignment
+from lightning_ssd.storage.filesystem import DirectAlignment
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
-from tests.support.faults import FaultyBackend
 from tests.support.suite import BackendSuite, Memory
 
 
@@ -37,13 +36,6 @@ class TestPosixPageCache(BackendSuite):
         backend = PosixBackend([directory], direct=False)
         assert backend.name == "posix page cache"
         return backend
-
-
-class TestFaultFreeFaultyBackend(BackendSuite):
-    """The wrapper of the other tests changes nothing by itself."""
-
-    def make_backend(self, directory: Path) -> Backend:
-        return FaultyBackend(PosixBackend([directory]))
 
 
 @pytest.fixture(params=["direct", "page cache"])
@@ -215,14 +207,6 @@ class TestAlignment:
             direct.write(arena, memory.region, extent.offset)
         arena.close()
 
-    def test_is_what_the_kernel_says(self, direct: PosixBackend, tmp_path: Path) -> None:
-        arena = direct.open_arena(tmp_path)
-        told = direct_alignment(arena.fd)
-        arena.close()
-        assert told is not None
-        assert direct.memory_alignment == told.memory
-        assert direct.block_bytes == max(told.offset, 4096)
-
     def test_promises_that_do_not_hold_are_found_at_opening(
         self, direct: PosixBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -297,14 +281,6 @@ class TestPageCacheUse:
             address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
             assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), resident) == 0
         assert sum(page & 1 for page in resident) * 4096 < 1 << 20
-        arena.close()
-
-    def test_without_sync_file_range(
-        self, buffered: PosixBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(posix, "_sync_file_range", None)
-        arena = buffered.open_arena(tmp_path)
-        assert write_and_read(buffered, arena, 1 << 20)
         arena.close()
 
     def test_nothing_is_trusted_after_a_lost_write_back(

@@ -65,6 +65,18 @@ class RecordingLogger(Logger):
         return [(step, row) for step, row in self.rows if "wear.written_tb" in row]
 
 
+class FigureLogger(RecordingLogger):
+    """It shows pictures as TensorBoard does."""
+
+    def __init__(self):
+        super().__init__()
+        self.figures = []
+        self.experiment = self
+
+    def add_figure(self, tag, figure, step):
+        self.figures.append((tag, step))
+
+
 def strategy_for(directory, activations="offload", *, drive_endurance=None, **policy):
     """Without a plan by default: from the first step on everything moves, and all numbers are there."""
     return SSDOffloadStrategy(
@@ -99,9 +111,17 @@ def read_csv(logger):
         return list(csv.DictReader(file))
 
 
-def test_rows_reach_a_csv_file(tmp_path):
-    logger = CSVLogger(tmp_path / "csv")
-    trainer, _ = fit_monitored(tmp_path, logger=logger)
+def test_every_logger_gets_rows_and_pictures_as_it_takes_them(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
+    logger, recording, another = CSVLogger(tmp_path / "csv"), FigureLogger(), RecordingLogger()
+    monitor = OffloadMonitor(prog_bar=False, verdict=False)
+    trainer, _ = fit_monitored(tmp_path, monitor, logger=[logger, recording, another], enable_progress_bar=True)
+    assert trainer.progress_bar_metrics == {}, "it can do without us"
+    assert [step for step, _ in recording.rows_of_ours()] == [1, 3, 5]
+    assert recording.rows_of_ours() == another.rows_of_ours()
+    assert set(recording.rows_of_ours()[0][1]) == {key.replace("/", ".") for key in KEYS_ON_CPU}
+    pictures = {"offload/memory_over_step", "offload/transfers", "offload/lifetimes"}
+    assert set(recording.figures) == {(tag, step) for tag in pictures for step in (1, 3, NUM_BATCHES - 1)}
     rows = read_csv(logger)
     assert set(rows[0]) >= KEYS_ON_CPU
     ours = [row for row in rows if row["wear/written_tb"]]
@@ -116,14 +136,6 @@ def test_rows_reach_a_csv_file(tmp_path):
     assert float(ours[-1]["memory/activations_saved_peak_gib"]) * 2**30 == stats.saved_peak_bytes
 
 
-def test_every_logger_gets_the_rows_with_its_own_separator(tmp_path):
-    first, second = RecordingLogger(), RecordingLogger()
-    fit_monitored(tmp_path, logger=[first, second])
-    assert [step for step, _ in first.rows_of_ours()] == [1, 3, 5]
-    assert first.rows_of_ours() == second.rows_of_ours()
-    assert set(first.rows_of_ours()[0][1]) == {key.replace("/", ".") for key in KEYS_ON_CPU}
-
-
 def test_a_row_is_for_optimizer_steps_not_for_micro_batches(tmp_path):
     logger = RecordingLogger()
     trainer, _ = fit_monitored(tmp_path, logger=logger, accumulate_grad_batches=3, log_every_n_steps=1)
@@ -131,13 +143,6 @@ def test_a_row_is_for_optimizer_steps_not_for_micro_batches(tmp_path):
     assert [step for step, _ in rows] == [0, 1]
     written = sum(row["io.write_gib"] for _, row in rows) * 2**30
     assert 0 < written <= trainer.strategy.stats.bytes_written
-
-
-def test_never_means_never(tmp_path):
-    logger = RecordingLogger()
-    _, monitor = fit_monitored(tmp_path, logger=logger, log_every_n_steps=0)
-    assert logger.rows_of_ours() == []
-    assert monitor.summary
 
 
 @pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
@@ -216,12 +221,6 @@ def test_plan_keys_are_shown_from_the_first_step_on_that_followed_one(tmp_path):
         assert row["plan.measured_peak_gib"] > 0
 
 
-def test_plan_keys_are_absent_where_nothing_is_planned(tmp_path):
-    logger = RecordingLogger()
-    fit_monitored(tmp_path, callbacks=[WaitForPlans()], logger=logger)
-    assert not any(key.startswith("plan.") for _, row in logger.rows_of_ours() for key in row)
-
-
 @pytest.mark.filterwarnings("ignore:drive .* reaches its rated")
 def test_the_life_of_a_rated_drive_is_shown(tmp_path):
     logger = RecordingLogger()
@@ -249,16 +248,13 @@ def test_progress_bar_shows_three_numbers(tmp_path):
         assert value == pytest.approx(float(f"{value:.3g}"), rel=1e-6)  # Lightning keeps it in float32
 
 
-def test_progress_bar_can_do_without_us(tmp_path):
-    trainer, _ = fit_monitored(tmp_path, OffloadMonitor(prog_bar=False, verdict=False), enable_progress_bar=True)
-    assert trainer.progress_bar_metrics == {}
-
-
 # -- verdict ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_verdict_is_printed_once_at_the_end(tmp_path, caplog):
     with caplog.at_level("INFO"):
+        fit_monitored(tmp_path, OffloadMonitor(verdict=False))
+        assert "lightning_ssd: " not in caplog.text
         trainer, monitor = fit_monitored(tmp_path, OffloadMonitor())
     assert [r.getMessage() for r in caplog.records if "lightning_ssd: " in r.getMessage()] == [monitor.summary]
     stats = trainer.strategy.stats
@@ -270,13 +266,6 @@ def test_the_verdict_is_printed_once_at_the_end(tmp_path, caplog):
     assert [line.split()[0] for line in monitor.summary.splitlines()[1:]] == ["drives", "memory", "next"]
 
 
-def test_the_verdict_can_be_silent(tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        _, monitor = fit_monitored(tmp_path, OffloadMonitor(verdict=False))
-    assert "lightning_ssd: " not in caplog.text
-    assert "saved activations" in monitor.summary
-
-
 def test_a_wear_budget_that_lets_nothing_be_written_is_said(tmp_path):
     strategy = strategy_for(tmp_path, "auto", wear_budget="1KB")
     _, monitor = fit_monitored(tmp_path, strategy=strategy, callbacks=[WaitForPlans()])
@@ -285,32 +274,11 @@ def test_a_wear_budget_that_lets_nothing_be_written_is_said(tmp_path):
     assert "because wear_budget allows this process <0.1 MB per day and the plan needs " in headline
 
 
-def test_keep_is_counted_and_said(tmp_path):
-    _, monitor = fit_monitored(tmp_path, strategy=strategy_for(tmp_path, "keep"))
-    assert ", all kept as asked" in monitor.summary
-
-
-def test_recomputed_blocks_are_said(tmp_path):
-    _, monitor = fit_monitored(tmp_path, strategy=strategy_for(tmp_path, "recompute"))
-    assert monitor.summary.startswith("lightning_ssd: blocks recomputed: saved activations ")
-
-
-def test_there_is_no_verdict_on_a_run_that_failed(tmp_path):
-    class Fails(Net):
-        def on_train_epoch_end(self):
-            raise ZeroDivisionError
-
-    monitor = OffloadMonitor()
-    with pytest.raises(ZeroDivisionError):
-        fit(Fails, strategy_for(tmp_path), tmp_path, callbacks=[monitor])
-    assert monitor.summary is None
-
-
 # -- another strategy -------------------------------------------------------------------------------------------------
 
 
 def test_another_strategy_gets_one_warning_and_memory_peaks(tmp_path):
-    logger, monitor = RecordingLogger(), OffloadMonitor(verdict=False)
+    logger, monitor = RecordingLogger(), OffloadMonitor(verdict=False, report_dir=tmp_path / "report")
     with pytest.warns(UserWarning, match="OffloadMonitor found SingleDeviceStrategy, which does not offload") as seen:
         trainer, _ = fit_monitored(tmp_path, monitor, strategy="auto", logger=logger, enable_progress_bar=True)
     assert len([w for w in seen if "OffloadMonitor" in str(w.message)]) == 1
@@ -318,6 +286,9 @@ def test_another_strategy_gets_one_warning_and_memory_peaks(tmp_path):
     assert len(rows) == 3
     assert all(set(row) == {"memory.host_peak_gib", "time.step_s"} for row in rows)
     assert monitor.summary.startswith("lightning_ssd: nothing was offloaded: the Trainer's strategy does not offload")
+    report = load_report(tmp_path / "report")
+    assert report.policy is None
+    assert not report.records
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.fit_loop.max_epochs += 1
@@ -352,11 +323,6 @@ def test_bytes_written_go_on_over_fits_and_checkpoints(tmp_path):
     assert written == sorted(written)
 
 
-def test_two_monitors_would_take_each_others_numbers(tmp_path):
-    with pytest.raises(RuntimeError, match="more than one stateful callback of type `OffloadMonitor`"):
-        fit(Net, strategy_for(tmp_path), tmp_path, callbacks=[OffloadMonitor(), OffloadMonitor()])
-
-
 def test_peaks_begin_anew_only_on_request(tmp_path):
     trainer, _ = fit_monitored(tmp_path)
     assert trainer.strategy.stats.saved_peak_bytes > 0
@@ -389,8 +355,14 @@ def test_a_report_is_written_and_told_of(tmp_path, caplog):
     assert (tmp_path / "report" / "report.html").read_text().count("<svg") >= 4
 
 
-@pytest.mark.parametrize("error", [MemoryError("none left"), KeyboardInterrupt()], ids=["error", "interrupt"])
-@pytest.mark.parametrize("where", ["on_train_batch_start", "on_after_backward", "on_train_epoch_end"])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("on_train_batch_start", MemoryError("none left")),
+        ("on_after_backward", KeyboardInterrupt()),
+        ("on_train_epoch_end", MemoryError("none left")),
+    ],
+)
 def test_a_run_that_fails_leaves_a_report(where, error, tmp_path):
     def fail(self, *args):
         if where == "on_train_epoch_end" or self.trainer.global_step == 2:
@@ -437,18 +409,14 @@ def test_a_report_that_cannot_be_written_costs_no_run(tmp_path):
     assert monitor.summary
 
 
-def test_without_a_strategy_of_ours_there_is_a_report_that_says_so(tmp_path):
-    monitor = OffloadMonitor(report_dir=tmp_path / "report", verdict=False)
-    with pytest.warns(UserWarning, match="does not offload"):
-        fit_monitored(tmp_path, monitor, strategy="auto")
-    report = load_report(tmp_path / "report")
-    assert report.policy is None
-    assert not report.records
-
-
 @pytest.mark.parametrize("settings", [{"logger": False}, {"fast_dev_run": 2}])
 def test_with_fewer_things_in_the_trainer(settings, tmp_path):
     fit_monitored(tmp_path, OffloadMonitor(report_dir=tmp_path / "report", verdict=False), **settings)
+
+
+def test_dummies_of_a_trial_get_no_pictures(tmp_path):
+    _, monitor = fit_monitored(tmp_path, fast_dev_run=3)
+    assert monitor._log_of_run.records == ()
 
 
 def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch):
@@ -461,33 +429,6 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch):
     assert len([w for w in told if "could not log pictures" in str(w.message)]) == 1
     assert trainer.global_step == NUM_BATCHES
     assert monitor.summary
-
-
-class FigureLogger(RecordingLogger):
-    """Its experiment shows pictures, as TensorBoard's does."""
-
-    def __init__(self):
-        super().__init__()
-        self.figures = []
-
-    @property
-    def experiment(self):
-        return self
-
-    def add_figure(self, tag, figure, step):
-        self.figures.append((tag, step))
-
-
-def test_pictures_of_recorded_steps_reach_who_shows_them(tmp_path):
-    pytest.importorskip("matplotlib", reason="needs the extra `report`")
-    logger = FigureLogger()
-    fit_monitored(tmp_path, logger=[RecordingLogger(), logger])
-    assert {step for _, step in logger.figures} == {1, 3, NUM_BATCHES - 1}
-    assert {tag for tag, _ in logger.figures} == {
-        "offload/memory_over_step",
-        "offload/transfers",
-        "offload/lifetimes",
-    }
 
 
 def test_tensorboard_gets_rows_and_pictures(tmp_path):
@@ -542,11 +483,6 @@ def test_a_validation_in_the_middle_of_a_step_is_no_part_of_it(tmp_path):
     monitor = OffloadMonitor(report_dir=tmp_path / "report", verdict=False)
     fit_monitored(tmp_path, monitor, accumulate_grad_batches=2, val_check_interval=1)
     assert load_report(tmp_path / "report").records == []
-
-
-def test_dummies_of_a_trial_get_no_pictures(tmp_path):
-    _, monitor = fit_monitored(tmp_path, fast_dev_run=3)
-    assert monitor._log_of_run.records == ()
 
 
 def test_several_processes_log_when_all_of_them_do():

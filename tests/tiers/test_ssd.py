@@ -169,20 +169,6 @@ class TestWritesGiveWay:
                 tier.read(each, each.place, CPU, urgent=False).wait()
                 assert each.is_right()
 
-    def test_speculative_reads_delay_no_write(
-        self, drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("lightning_ssd.tiers.transfer_queue.patience_s", lambda chunk_s: LONG_S)
-        with tier_on(drive, tmp_path) as tier:
-            owner = stored(tier, CHUNK)
-            drive.order.clear()
-            drive.may_read.clear()
-            tier.read(owner, owner.place, CPU, urgent=False)
-            drive.wait_calls(1)
-            start = time.perf_counter()
-            stored(tier, 10 * CHUNK, 1)
-            assert time.perf_counter() - start < LONG_S, "a chunk waited"
-
     def test_writes_cannot_starve(self, drive: Drive, tmp_path: Path) -> None:
         """The urgent read never ends, and all is written and flushed the same."""
         with tier_on(drive, tmp_path) as tier:
@@ -223,23 +209,6 @@ class TestWritesGiveWay:
             closing.join()
             assert read.ended
             assert late.error is None
-
-    def test_discarded_urgent_reads_leave_the_gate(self, drive: Drive, tmp_path: Path) -> None:
-        with tier_on(drive, tmp_path) as tier:
-            owner = stored(tier, CHUNK)
-            drive.order.clear()
-            drive.may_read.clear()
-            reads = [tier.read(owner, owner.place, CPU, urgent=urgent) for urgent in (True, True, False)]
-            tier.promote(reads[2])
-            drive.wait_calls(1)
-            gate = tier._reads._announces
-            assert gate is not None
-            assert gate.num_urgent == 3
-            threading.Timer(0.05, drive.may_read.set).start()
-            tier.close()
-            assert gate.num_urgent == 0
-            tier.promote(reads[0])
-            assert gate.num_urgent == 0
 
 
 def test_urgent_reads_overtake_at_chunk_borders(drive: Drive, tmp_path: Path) -> None:

@@ -83,69 +83,6 @@ def test_runs_all_chunks_and_reports_once(single: TransferQueue, events: EventLo
     assert event.queued_s <= event.start_s <= event.end_s
 
 
-def test_a_move_without_chunks_ends(single: TransferQueue) -> None:
-    move = Move()
-    single.submit(move)
-    move.wait()
-    assert move.calls == ["begin", "finish"]
-
-
-def test_urgent_overtakes_at_chunk_borders(single: TransferQueue) -> None:
-    order: list[str] = []
-    release = blocked(single)
-    slow = Move(*(lambda: order.append("slow") for _ in range(3)))
-    other = Move(lambda: order.append("other"))
-    single.submit(slow)
-    single.submit(other)
-    single.promote(other)
-    release.set()
-    slow.wait()
-    other.wait()
-    assert order == ["other", "slow", "slow", "slow"]
-
-
-def test_promoting_what_is_under_way_puts_its_other_chunks_first(single: TransferQueue) -> None:
-    order: list[str] = []
-    started, release = threading.Event(), threading.Event()
-
-    def first() -> None:
-        started.set()
-        assert release.wait(PATIENCE_S)
-
-    big = Move(first, lambda: order.append("big"), lambda: order.append("big"))
-    single.submit(big)
-    assert started.wait(PATIENCE_S)
-    urgent = Move(lambda: order.append("urgent"), urgent=True)
-    single.submit(urgent)
-    single.promote(big)
-    release.set()
-    big.wait()
-    urgent.wait()
-    assert order == ["big", "big", "urgent"]
-
-
-def test_workers_share_a_large_move(events: EventLog) -> None:
-    queue = TransferQueue("write", 2, events)
-    barrier = threading.Barrier(2, timeout=PATIENCE_S)  # both chunks must be under way at once
-
-    def meet() -> None:
-        barrier.wait()
-
-    move = Move(meet, meet)
-    queue.submit(move)
-    move.wait()
-    queue.close()
-    assert move.result is None
-
-
-def test_unwanted_moves_end_silently(single: TransferQueue, events: EventLog) -> None:
-    move = Move(lambda: pytest.fail("ran"), wanted=False)
-    single.submit(move)
-    move.wait()
-    assert move.calls == ["begin"]
-    assert events.drain() == []
-
-
 @pytest.mark.parametrize("where", ["begin", "chunk"])
 def test_failures_reach_the_one_who_waits(single: TransferQueue, events: EventLog, where: str) -> None:
     def fail() -> None:
@@ -181,19 +118,6 @@ def test_close_discards_what_has_not_begun(events: EventLog) -> None:
     assert waiting.calls == ["discard"]
     with pytest.raises(OffloaderClosedError, match="open it again"):
         queue.submit(Move())
-
-
-def test_wait_idle_and_progress(events: EventLog) -> None:
-    queue = TransferQueue("read", 2, events)
-    moves = [Move(lambda: time.sleep(0.002)) for _ in range(20)]
-    for move in moves:
-        queue.submit(move)
-    queue.wait_idle()
-    assert all(move.ended for move in moves)
-    nbytes, busy_s = queue.progress()
-    assert nbytes == 20 * 7
-    assert busy_s >= 0.02  # ten rounds of two workers, overlapping: not the 0.04 s that a sum would give at least
-    queue.close()
 
 
 def test_idle_workers_hold_no_move(single: TransferQueue) -> None:
