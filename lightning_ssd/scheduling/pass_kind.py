@@ -72,8 +72,8 @@ class PassKind:
     """Bytes inside each recomputed block: what a checkpoint computes again goes past the hooks."""
     watch: DriftDetector = field(default_factory=DriftDetector)
     model: OverheadModel = field(default_factory=OverheadModel)
-    followed: StoredPlan | None = None
-    """The plan of the last pass that had one."""
+    followed: dict[Sizes, StoredPlan] = field(default_factory=dict)
+    """The plan of the last pass of these sizes that had one."""
     wants_trace: bool = True
     """Whether the next pass is to be traced."""
     planning: PlanInProgress | None = None
@@ -154,4 +154,5 @@ class PassKind:
         self.plans[plan.sizes] = plan
         self.plans.move_to_end(plan.sizes)
         while len(self.plans) > _MAX_PLANS:
-            self.plans.popitem(last=False)
+            sizes, _ = self.plans.popitem(last=False)
+            self.followed.pop(sizes, None)

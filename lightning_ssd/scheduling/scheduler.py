@@ -3,7 +3,7 @@
 A *kind* is all passes of one signature. Its first pass moves whatever is large enough, waits for nothing, and is
 traced. The plan is made in the background and put in force at the end of a later backward. From then on the overhead
 of each pass is accounted by cause (``overhead.py``) and held against what was promised; a kind whose promise breaks is
-traced and planned again with the running means of what was measured. One thread at a time learns and puts plans in
+traced and planned again with the medians of what was measured. One thread at a time learns and puts plans in
 force; others may begin passes meanwhile, and read what stands.
 """
 
@@ -254,8 +254,8 @@ class Scheduler:
         if known.goal.budget_bytes is not None:
             self._hold_to_memory_budget(kind, known, done)
         # The first pass under a plan finds memory as another one left it, and recording disturbs what it measures.
-        is_typical = kind.followed is known and done.recorder is None
-        kind.followed = known
+        is_typical = kind.followed.get(known.sizes) is known and done.recorder is None
+        kind.followed[known.sizes] = known
         if not is_typical:
             return
         prediction = known.plan.prediction

@@ -76,6 +76,8 @@ class WrappedBackend:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # a copy that is being made has none yet
+            raise AttributeError(name)
         return getattr(self.inner, name)
 
     def open_arena(self, directory: Path) -> Arena:

@@ -162,15 +162,15 @@ class _Outgoing:
             )
         else:
             self.moved_nbytes, self.failed_nbytes = 0, request.nbytes
-            self.give_back()
+            if not any(lost is storage for lost in self._tier.mover.lost):  # else a copy may still write there
+                self.give_back()
         del storage
         request.owner.write_ended(stored, error)
 
     def give_back(self) -> None:
-        """Give the room back, unless a copy that was waited for in vain may still write there."""
+        """Give the room back."""
         parts, self.parts = self.parts, []
-        if not self._tier.mover.lost:
-            self._tier.free_parts(parts)
+        self._tier.free_parts(parts)
 
 
 def _check_size(storage: torch.UntypedStorage, nbytes: int, label: str) -> Region:
@@ -288,7 +288,9 @@ class Read(Transfer):
         self._storage = storage
         self._after = after
         self._device = device
+        self.label = stored.label
         self._mark: StreamEvent | None = None  # of the copy that was queued last
+        self._num_to_queue = 0
         # Guards the mark and the order of the copies. A leaf lock: under it one copy is queued.
         self._order = threading.Lock()
 
@@ -305,6 +307,7 @@ class Read(Transfer):
         stored.edges.put_into(storage)
         cuts = [(part, *cut) for part in stored.parts for cut in tier.cut(part.start, part.nbytes, part.extent)]
         self.lanes = [part.lane for part, _, _ in cuts]
+        self._num_to_queue = len(cuts)
         expected: Sequence[int | None] = stored.checksums or [None] * len(cuts)
         pieces = [tier.piece(storage, *cut, self._after) for cut in cuts]
         return [partial(self._bring, *chunk) for chunk in zip(pieces, expected, strict=True)]
@@ -322,10 +325,18 @@ class Read(Transfer):
                 loaded.release()
                 raise
             self._mark = mark
+            self._num_to_queue -= 1
+            is_last = not self._num_to_queue
         if mark is None:
             return None
         self._stored.readers.add(loaded)  # the read itself is one until it ends: it is not freed in between
-        return partial(self._settle, piece, loaded, mark)
+        if is_last or not self.outlasts:
+            return partial(self._settle, piece, loaded, mark)
+        # It is handed over once the last copy is queued: what fails before that fails the read.
+        error = self._settle(piece, loaded, mark)
+        if error is not None:
+            raise error
+        return None
 
     def _settle(self, piece: Piece, loaded: Loaded, mark: StreamEvent) -> BaseException | None:
         """Hold both memories until the copy has passed; they may have been handed over and dropped long before."""

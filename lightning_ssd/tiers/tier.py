@@ -108,7 +108,12 @@ class Tier:
             job.discard()
             raise
         if any(have_room):
-            self._writes.submit(job)  # after an interrupt it may be in the queue: what it has claimed stays with it
+            try:
+                self._writes.submit(job)
+            except BaseException:
+                if not job.is_queued:  # else it may be in the queue: what it has claimed stays with it
+                    job.discard()
+                raise
         return have_room
 
     def read(
@@ -175,9 +180,9 @@ class Tier:
         with self._lock:
             if stored.is_freed:
                 raise ValueError(f"{stored.label} was freed twice")
+            stored.is_freed = True  # first: an interrupt costs the place then, and no second try fails for ever
             if not stored.readers:
                 self.free_parts(stored.parts)
-            stored.is_freed = True
 
     def progress(self) -> Progress:
         """Bytes and busy seconds of both directions."""

@@ -50,6 +50,8 @@ class Transfer(ABC):
     """The lane of each chunk, known when :meth:`begin` has returned; ``None``: any worker may run any of them."""
     failed_nbytes = 0
     """Bytes of parts that have failed, of which their owners know."""
+    label = ""
+    """The name of what moves, for messages."""
     outlasts = False
     """Whether the move's event goes on, as its busy time does, until the device is done with the last chunk."""
 
@@ -107,6 +109,11 @@ class Transfer(ABC):
             if not self._has_waited and not has_begun:
                 self._has_waited = True
                 self.start_s = time.perf_counter()
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether a queue may have it."""
+        return self._queue is not None
 
     @property
     def ended(self) -> bool:
@@ -474,7 +481,9 @@ class TransferQueue:
             else:
                 transfer.error = transfer.error or error
         if has_ended:
-            _log.error("a %s of the %s tier failed after it was handed over: %s", self._direction, self._tier, error)
+            _log.error(
+                "copying %s from the %s tier failed after it was handed over: %s", transfer.label, self._tier, error
+            )
         return error
 
     def _record(self, transfer: Transfer, error: BaseException | None) -> None:

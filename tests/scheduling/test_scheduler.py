@@ -98,16 +98,26 @@ def test_each_signature_and_each_sequence_of_sizes_has_its_plan() -> None:
         assert made.num_plans == 3
 
 
-def test_one_pass_that_hiccups_changes_nothing_and_two_do() -> None:
-    trace = make_trace()
+@pytest.mark.parametrize("counts", [(12,), (6, 12)], ids=["one size", "two in turns"])
+def test_one_pass_that_hiccups_changes_nothing_and_two_do(counts: tuple[int, ...]) -> None:
+    """Also where passes of one kind save other sizes in turns: each has a plan."""
     with opened() as made:
-        for _ in range(2):
-            planned(made, trace)
-        wants = [run_pass(made, trace, step_s=1 + s, stall_s=s)[1] for s in (0.0, 4.0, 0.0, 4.0, 0.0)]
-        assert wants == [False] * 5
-        run_pass(made, trace, step_s=5.0, stall_s=4.0)
-        run_pass(made, trace, step_s=5.0, stall_s=4.0)
-        assert made.cursor("a", level_bytes=0, available_bytes=None)[1], "the next pass was to be traced"
+        for _ in range(4):
+            for count in counts:
+                planned(made, make_trace(count), available_bytes=1 << 40)
+
+        def wants(*stalls: float) -> list[bool]:
+            return [
+                run_pass(made, make_trace(count), step_s=1 + s, stall_s=s, available_bytes=1 << 40)[1]
+                for s in stalls
+                for count in counts
+            ]
+
+        calm = [0.0] if len(counts) == 1 else []  # two of them hiccup one after the other
+        assert not any(wants(*calm, *(4.0, 0.0) * len(calm)))
+        is_wanted = [*wants(4.0, 4.0), made.cursor("a", level_bytes=0, available_bytes=1 << 40)[1]]
+        assert any(is_wanted), "the next pass was to be traced"
+        assert made._kinds["a"].model.excess > 1
 
 
 def test_passes_for_which_nothing_may_move_need_no_hooks_and_are_planned_again_more_and_more_rarely(

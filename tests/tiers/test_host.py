@@ -24,6 +24,35 @@ from tests.support.owners import Owner, as_bytes, random_storage
 from tests.support.threads import at_once
 
 
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_before_the_job_is_queued_takes_no_room(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier()
+    requests = [WriteRequest(Owner(random_storage(MIB, i)), MIB, None, "") for i in range(4)]
+    with monkeypatch.context() as patches:
+        patches.setattr(tier._writes, "submit", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tier.write_all(requests)
+    assert tier.used_bytes == 0
+    assert tier.write_all(requests) == [True] * 4
+
+
+def test_an_interrupt_while_bytes_are_freed_is_no_second_try(
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_tier()
+    owner = stored(tier, MIB)
+    with monkeypatch.context() as patches:
+        patches.setattr(tier, "free_parts", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tier.free(owner.place)
+    assert owner.place.is_freed  # type: ignore[union-attr]  # so that no one frees it again
+
+
 class TestExact:
     @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 1000 * KIB + 3, 5 * MIB])
     def test_on_cpu(self, make_tier: MakeTier, nbytes: int) -> None:

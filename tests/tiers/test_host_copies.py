@@ -145,7 +145,7 @@ class TestFailures:
     def test_an_early_chunk_that_fails_late_reaches_the_one_who_waits(
         self, make_tier: MakeTier, held: HeldCopies
     ) -> None:
-        tier = make_tier(held, chunk_bytes=256 * KIB, num_workers=1)  # another one might have ended it by then
+        tier = make_tier(held, chunk_bytes=256 * KIB)
         owner = stored(tier, MIB)
         held.held, held.fail_late = False, {held.num_queued: RuntimeError("injected: device lost")}
         tier.read(owner, owner.place, CPU, urgent=True).wait()
