@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_ssd._both_packages import callback_of_both_packages
 from lightning_ssd.activations.dtensor_hooks import unwrapped_within
 from lightning_ssd.common.dtensor import is_shard
-from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.config import HardwareProfile, OffloadPolicy, from_section
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.strategies.batch_signature import signature_of
@@ -231,12 +231,12 @@ def callbacks_from_environment() -> list[OffloadCallback]:
     kinds: dict[str, Any] = {"policy": OffloadPolicy, "hardware": HardwareProfile}
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        options = {name: kinds[name](**settings) for name, settings in found.items()}
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+        if not isinstance(found, dict) or not found.keys() <= kinds.keys():
+            raise ValueError(f"it has {', '.join(map(repr, found)) if isinstance(found, dict) else repr(found)}")
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(
-            f"{VARIABLE}={value!r} is no file of settings: {type(error).__name__}: {error}. Write the sections policy "
-            f"and hardware alone, such as `{example}`"
+            f"{VARIABLE}={value!r} is no file of settings: {error}. Write the sections policy and hardware alone, such "
+            f"as `{example}`"
         ) from None
+    options = {name: from_section(kinds[name], settings, name) for name, settings in found.items()}
     return [OffloadCallback(**options)]

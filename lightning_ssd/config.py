@@ -10,19 +10,40 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, TypeVar
 
 from lightning_ssd.common.validation import Size, parse_size, refuse_misread
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["HardwareProfile", "OffloadPolicy"]
+__all__ = ["HardwareProfile", "OffloadPolicy", "from_section"]
 
+_T = TypeVar("_T")
 _ACTIVATIONS = ("auto", "offload", "keep", "recompute", "recompute_offload")
 _BLOCKS = "blocks"
 _MIN_MEMORY_BUDGET = 1 << 20
 _WEAR = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*DWPD\s*", re.IGNORECASE)
+
+
+def from_section(kind: type[_T], found: object, section: str) -> _T:
+    """Make settings from a section of a file.
+
+    Args:
+        kind: their class, a dataclass.
+        found: the section's content.
+        section: its name, for messages.
+
+    Raises:
+        ConfigError: it is no mapping, or has a setting that the class does not have.
+    """
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{section}: expects settings of {kind.__name__}, one per line; got {found!r}")
+    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    for name in found:
+        if name not in names:
+            raise ConfigError(f"{section}.{name}={found[name]!r} is no setting. Write one of {', '.join(names)}")
+    return kind(**found)
 
 
 def _check_choice(owner: str, name: str, value: object, allowed: Sequence[object]) -> None:

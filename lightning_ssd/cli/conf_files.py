@@ -20,7 +20,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from lightning_ssd.cli.output import CommandError
 from lightning_ssd.common.formatting import escape_control
-from lightning_ssd.config import HardwareProfile
+from lightning_ssd.config import HardwareProfile, from_section
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.planning.machine_profile import MachineProfile
 
@@ -54,14 +54,16 @@ def load_hardware(name: str) -> Described:
         if "defaults" in content:
             content = OmegaConf.merge(OmegaConf.load(_PACKAGED / "_lightning_ssd_hardware.yaml"), content)
         plain: Any = OmegaConf.to_container(content, resolve=True)
-        if not {"hardware"} <= set(plain) <= {"defaults", "hardware", "machine"}:  # a mistyped one would be ignored
-            raise ConfigError(f"it has {', '.join(map(str, plain)) or 'nothing'}")
-        for section in ("hardware", "machine"):
-            (plain.setdefault(section, {}) or {}).pop("_target_", None)
+        others = ", ".join(map(str, set(plain) - {"defaults", "hardware", "machine"}))
+        if others or "hardware" not in plain:  # a mistyped one would be ignored
+            raise ConfigError(f"it has {others or 'no hardware:'}")
+        sections = {name: plain.get(name) or {} for name in ("hardware", "machine")}
+        for section in sections.values():
+            section.pop("_target_", None)
         return Described(
             name=path.stem,
-            hardware=HardwareProfile(**plain["hardware"]),
-            machine=MachineProfile(**plain["machine"] or {}),
+            hardware=from_section(HardwareProfile, sections["hardware"], "hardware"),
+            machine=from_section(MachineProfile, sections["machine"], "machine"),
         )
     except (OmegaConfBaseException, YAMLError, ConfigError, TypeError, AttributeError) as error:
         got = f"{escape_control(path)}: {error}"

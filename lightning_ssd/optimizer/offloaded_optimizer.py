@@ -179,13 +179,14 @@ class OffloadedOptimizer(Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The inner optimizer's step reads its own attributes.
-        if self._keeps(name):
+        # Nor does it get other wrappers, which it would seem to own.
+        if self._keeps(name) or isinstance(value, OffloadedOptimizer):
             super().__setattr__(name, value)
         else:
             setattr(self.inner, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if self._keeps(name):
+        if self._keeps(name) or name in vars(self):
             super().__delattr__(name)
         else:
             delattr(self.inner, name)

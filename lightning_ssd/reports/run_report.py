@@ -118,6 +118,8 @@ def load_report(run: str | os.PathLike[str]) -> RunReport:
         if content.pop("format") != _FORMAT:
             raise ValueError("it is of another version")
         content["records"] = [StepRecord.from_json(record) for record in content["records"]]
+        # Reports of 27 November 2026 and before have the drives' rates apart.
+        content["machine"] = {**content.pop("rates", {}), **content.get("machine", {})}
         unknown = set(content) - {one.name for one in fields(RunReport)}
         if unknown:
             raise ValueError(f"it has {', '.join(sorted(unknown))}")

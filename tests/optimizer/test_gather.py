@@ -18,6 +18,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.optimizer.checkpoint.gather import TensorSpool
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.spill_file import Arena
 from tests.support.faults import Fail, FaultyBackend, always, enospc, on_calls
@@ -83,6 +84,25 @@ def test_tensors_have_their_bits_while_training_goes_on(tmp_path: Path) -> None:
         gc.collect()
         step(optimizer)
         optimizer.flush()
+        assert used_bytes(optimizer) == before
+
+
+def test_an_interrupted_wait_leaves_nothing_on_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with opened(tmp_path) as optimizer:
+        optimizer.flush()
+        before = used_bytes(optimizer)
+        for _ in range(2):
+            spool = spool_of(optimizer, 0)
+            with monkeypatch.context() as patches:
+                patches.setattr(StateStore, "wait_for_writes", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    spool.put(torch.ones(300_000))
+            del spool
+            gc.collect()
+        store_of(optimizer).settle()
         assert used_bytes(optimizer) == before
 
 

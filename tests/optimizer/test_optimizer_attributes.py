@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.support.optimizer_pairs import Pair, offloaded, offloaded_pair
+from tests.support.optimizer_pairs import Pair, adamw, offloaded, offloaded_pair, opened
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -98,6 +98,17 @@ def test_methods_that_somebody_replaces_are_those_that_are_called(spill_dir: Pat
             each.rate = lambda: 0.125
         pair.step(optimizer)
         pair.check(optimizer)
+
+
+def test_wrappers_that_know_each_other_stay_out_of_their_optimizers(spill_dir: Path) -> None:
+    one, other = Pair(adamw), Pair(adamw)
+    with opened(spill_dir) as offloader:
+        first, second = (offloader.offload_optimizer(pair.inner) for pair in (one, other))
+        first.peer = second
+        assert first.peer is second
+        assert "peer" not in vars(one.inner)
+        del first.peer
+        assert not hasattr(first, "peer")
 
 
 def test_what_frameworks_set_stays_on_the_wrapper(spill_dir: Path) -> None:

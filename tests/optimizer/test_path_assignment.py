@@ -128,3 +128,4 @@ class TestRebalance:
 
     def test_without_moves_nothing_moves(self) -> None:
         assert rebalance_paths((0, 0, 0), [0.0, 1.0], max_moves=0) == (0, 0, 0)
+        assert rebalance_paths((), [0.0, 1.0], max_moves=4) == ()

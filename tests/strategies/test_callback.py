@@ -274,7 +274,11 @@ def test_the_environment_names_a_policy_or_a_file(monkeypatch: pytest.MonkeyPatc
         ("file", "policy: {", r"'file' is no file of settings: .*\. Write the sections .*, such as `policy: {"),
         ("file", "- 1", r"no file of settings: .*\. Write the sections policy and hardware"),
         ("file", "offload: {}", r"no file of settings: .*'offload'\. Write the sections policy and hardware"),
-        ("file", "policy: {activation: offload}", r"unexpected keyword argument 'activation'\. Write the sections"),
+        (
+            "file",
+            "policy: {activation: offload}",
+            r"policy\.activation='offload' is no setting\. Write one of acti",
+        ),
         ("file", "policy: {activations: of}", r"OffloadPolicy\.activations='of' is not possible"),
         ("everything", None, r"OffloadPolicy\.parameters='offload', .* Write parameters='keep'"),
     ],

@@ -125,12 +125,16 @@ class TensorSpool:
         room = storage_bytes(storage, 0, nbytes).view(tensor.dtype).view(tensor.shape)
         room.copy_(tensor)
         self._store.give(index, storage, is_dirty=True, keep=False)
-        self._store.wait_for_writes()
-        copy = self._store.hold(index)
-        if not isinstance(copy, StoredCopy):
-            raise StorageError(self._store.write_error or "a collected tensor was not written")
-        self._held.append(copy)
-        self._store.forget(index)
+        try:
+            self._store.wait_for_writes()
+            if self._store.write_error is not None:
+                raise StorageError(self._store.write_error)
+            copy = self._store.hold(index)
+            if not isinstance(copy, StoredCopy):
+                raise StorageError("a collected tensor was not written")
+            self._held.append(copy)
+        finally:
+            self._store.forget(index)  # what an interrupt leaves on the drive goes, too
         view = FileView(copy.stored.body_nbytes, keeps=self._hold)
         copy.show(view, 0, 0, copy.stored.body_nbytes)
         return view.tensor(0, tensor.dtype, tuple(room.shape), room.stride())

@@ -58,9 +58,9 @@ def rebalance_paths(current: Sequence[int], rates: Sequence[float], *, max_moves
         max_moves: largest number of subgroups that change their path.
     """
     paths = list(current)
-    for _ in range(max_moves):
+    for _ in range(max_moves if paths else 0):
         counts = [paths.count(path) for path in range(len(rates))]
-        source = max(set(paths), key=lambda path: (_time(counts[path], path, rates), -path), default=0)
+        source = max(set(paths), key=lambda path: (_time(counts[path], path, rates), -path))
         target = _next_path(counts, rates)
         slowest = _time(counts[source], source, rates)
         if not _time(counts[target] + 1, target, rates) < (1 - _HYSTERESIS) * slowest:
