@@ -319,7 +319,7 @@ def test_what_cannot_be_predicted_is_refused_with_a_reason(arguments: list[str],
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (("drive_endurance:", "drive_endurence:"), "machine.drive_endurence="),
+        (("drive_endurance:", "drive_endurence:"), "hardware.drive_endurence="),
         (("device_peak_tflops:", "tflops:"), "machine.tflops="),
         (("machine:", "machin:"), "machin"),
         (("hardware:", "x:"), "it has "),
