@@ -52,15 +52,17 @@ def test_what_wears_drives_is_told_before_the_first_step(opened: Opened, caplog:
 
 
 def test_places_come_back(opened: Opened) -> None:
+    """A place is free once its last read has ended, in a worker."""
     offloader = opened()
     tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
     loop = Loop(offloader).run(2)
-    used = []
+    num_units = set()
     for _ in range(4):
         loop.run(1)
         offloader.send_out_weights()
-        used.append((sum(arena.used_bytes for arena in tier._arenas), len(pager_of(offloader).units)))
-    assert used == [(0, used[0][1])] * 4
+        assert eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
+        num_units.add(len(pager_of(offloader).units))
+    assert len(num_units) == 1
 
 
 def test_of_models_that_are_gone_nothing_is_left(opened: Opened) -> None:
