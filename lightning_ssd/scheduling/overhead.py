@@ -92,9 +92,9 @@ class CpuCosts:
         """
         mapped_bytes = min(num_faults * PAGESIZE, moved_bytes)
         workers_s = 0.0 if self.has_spare_cores else worker_s
-        # A parallel region waits for its slowest thread: what a worker takes from one core, all lose. Measured with two
-        # threads on two cores and a tenth of one core taken: 8 to 10 %. Page faults come in all threads alike.
-        return workers_s + mapped_bytes * self.mapping_s_per_moved_byte
+        # Two errors that nearly cancel out: a parallel region waits for its slowest thread, so that what a worker takes
+        # from one core all lose; and moving saves plain training's page faults, which no pass of ours can count.
+        return (workers_s + mapped_bytes * self.mapping_s_per_byte) / self.num_threads
 
     @property
     def mapping_s_per_moved_byte(self) -> float:
