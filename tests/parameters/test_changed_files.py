@@ -32,14 +32,6 @@ def opened(spill_dir: Path) -> Iterator[Make]:
         yield make
 
 
-@pytest.fixture
-def folder(spill_dir: Path) -> Path:
-    """Not among the files of the offloader."""
-    place = spill_dir / "model"
-    place.mkdir()
-    return place
-
-
 def _overwritten(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)

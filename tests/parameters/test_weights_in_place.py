@@ -40,14 +40,6 @@ def opened(spill_dir: Path) -> Iterator[Make]:
         yield make
 
 
-@pytest.fixture
-def folder(spill_dir: Path) -> Path:
-    """Not among the files of the offloader."""
-    place = spill_dir / "model"
-    place.mkdir()
-    return place
-
-
 def saved(folder: Path, *, num_shards: int = 1, dtype: torch.dtype = torch.float32) -> list[Path]:
     """A model in files, each weight in one of them; the tied ones once."""
     state = {name: value for name, value in built().to(dtype).state_dict().items() if name != "head.weight"}
