@@ -15,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_ssd.activations.kept_storage import KeptStorage
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.common.compiler import hide_from_compiler
-from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.errors import HooksRefusedError, OffloadError
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.scheduling.clock import Stamp
@@ -120,7 +119,6 @@ class SavedPass:
         self._kept: object = None  # while the forward runs
         self._num_blocks = 0
         self._installed: list[AbstractContextManager[object]] = []
-        self._line: StatusLine | None = None
         self._guess: PassProfile | None = None
         self._is_new = False
         self._expected: tuple[int, ...] = ()
@@ -140,17 +138,12 @@ class SavedPass:
             pack, unpack = self._hooks.hooks_of(self)
             if self.recorder is not None:
                 pack, unpack = self.recorder.timed(pack), self.recorder.timed(unpack)
-            line = StatusLine(None if self.recorder is None else "Profiling a first pass")
-            if line.is_wanted:
-                self._line, pack = line, _in_sight(line, pack)
             stack.enter_context(saved_tensors_hooks(pack, unpack))
             self._installed.append(stack.pop_all())
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._line is not None:
-            self._line.clear()
         self._installed.pop().__exit__(exc_type, exc, traceback)
         self.has_failed = self.has_failed or exc_type is not None
         if not self._installed:
@@ -270,13 +263,3 @@ class SavedPass:
             sizes, packed_s, wanted_s, stayed=self.stayed, write_rate=write_rate, read_rate=read_rate
         )
         return PassProfile(sizes, order, keep)
-
-
-def _in_sight(line: StatusLine, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """Return a hook that has a line of the terminal go on as it packs."""
-
-    def pack_in_sight(tensor: torch.Tensor) -> Any:
-        line.update()
-        return pack(tensor)
-
-    return pack_in_sight

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from lightning_ssd.common.interrupts import deferring_interrupts
-from lightning_ssd.common.status_line import DELAY_S, StatusLine
+from lightning_ssd.common.status_line import DELAY_S, StatusLine, is_terminal
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import copy_of
 
@@ -63,11 +63,9 @@ class Task(Generic[T]):
         """
         if not self._is_begun:
             return
-        if doing is not None:
-            with StatusLine(doing) as line:
-                if line.is_wanted and not self._ended.wait_for(DELAY_S):
-                    line.draw()
-                    self._ended.wait()
+        if doing is not None and is_terminal() and not self._ended.wait_for(DELAY_S):
+            with StatusLine(doing, delay_s=0):
+                self._ended.wait()
         self._ended.wait()
 
     def wait_for(self, timeout_s: float) -> bool:

