@@ -25,8 +25,8 @@ from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_pager import DevicePager, is_in_backward
 from lightning_ssd.parameters.device_weights import WeightTiers
 from lightning_ssd.parameters.guard.guard_patches import guard_patches
-from lightning_ssd.parameters.guard.swap_patch import ParameterHooks, swap_patch
 from lightning_ssd.parameters.pager import Place, Unit, Weight
+from lightning_ssd.parameters.parameter_hooks import ParameterHooks
 from lightning_ssd.parameters.units import is_plain
 from lightning_ssd.telemetry.stats import OffloadStats
 
@@ -54,7 +54,6 @@ class DeviceGradients:
         self._min_nbytes = max(min_nbytes, 1)
         self._pid = os.getpid()
         guard_patches.add_user(self.pager)
-        swap_patch.add_user(self.pager)
 
     def register_module(self, module: nn.Module) -> None:
         """From now on gradients of the parameters that are trained wait, as far as they may, and no others.
@@ -99,7 +98,7 @@ class DeviceGradients:
     def accumulated(self, parameter: torch.Tensor, name: str) -> None:
         """Autograd has made or changed a gradient."""
         if os.getpid() != self._pid or self.pager.is_closed or self.pager.parameter(id(parameter)) is not parameter:
-            return  # the last: after swap_tensors(), with which PyTorch loses hooks, or gives them to the other one
+            return
         gradient = parameter.grad
         if gradient is not None and not self.pager.waits(gradient) and self._may_wait(parameter, gradient):
             memory = _GradientMemory(
@@ -168,7 +167,6 @@ class DeviceGradients:
         finally:
             self.pager.close()
             guard_patches.remove_user(self.pager)
-            swap_patch.remove_user(self.pager)
 
 
 class _Coming:
@@ -235,18 +233,12 @@ class GradientPager(DevicePager):
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether its gradients wait already."""
-        hooks = self._hooks.get(id(parameter))
-        return hooks is not None and hooks.are_of(parameter)
+        return self.parameter(id(parameter)) is parameter
 
     def parameter(self, number: int) -> torch.Tensor | None:
         """That of a number (``id``) whose gradients wait; ``None``: they do not, or it is gone."""
         hooks = self._hooks.get(number)
         return None if hooks is None else hooks.parameter
-
-    def will_swap(self, tensor: torch.Tensor) -> None:
-        super().will_swap(tensor)
-        if self.parameter(id(tensor)) is tensor:
-            self.let_stay(tensor)
 
     def let_stay(self, parameter: torch.Tensor) -> None:
         """Its gradients wait no more, and the one that there is comes back.

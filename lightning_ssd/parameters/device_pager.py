@@ -21,7 +21,6 @@ from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_moves import DeviceMoves
-from lightning_ssd.parameters.guard.guard import door_of
 from lightning_ssd.parameters.guard.guard_patches import guard_patches, may_hold_weights
 from lightning_ssd.parameters.pager import Place, Unit, Weight
 
@@ -164,10 +163,6 @@ class DevicePager(DeviceMoves):
 
     def will_be_array(self, tensor: torch.Tensor) -> None:
         if not self.is_closed and (found := self._weight_of(tensor)) is not None:
-            self.release(*found)
-
-    def will_swap(self, tensor: torch.Tensor) -> None:
-        if door_of(tensor) is self and not self.is_closed and (found := self._weight_of(tensor)) is not None:
             self.release(*found)
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -25,7 +25,6 @@ from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_pager import DevicePager
 from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.guard.guard_patches import guard_patches
-from lightning_ssd.parameters.guard.swap_patch import swap_patch
 from lightning_ssd.parameters.movable import MovableWeights
 from lightning_ssd.parameters.paged_weights import Choose, PagedWeights
 from lightning_ssd.parameters.pager import Place, Weight
@@ -74,7 +73,6 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         self._accelerator = accelerator_of(tiers.device)
         self._optimizers: list[weakref.ref[Optimizer]] = []
         guard_patches.add_user(self.pager)
-        swap_patch.add_user(self.pager)
 
     def _why_it_stays(self, weights: SharedWeights, place: Place) -> str | None:
         if place[1] is None and not self._builders:
@@ -209,7 +207,6 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
             return
         with ExitStack() as closing:  # each of these, whatever another one raises; the last one first
             closing.callback(guard_patches.remove_user, self.pager)
-            closing.callback(swap_patch.remove_user, self.pager)
             closing.callback(self.pager.close)
             closing.callback(self.pager.bring_back_all)
             closing.callback(self._remove_windows)

@@ -28,7 +28,7 @@ from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
-from lightning_ssd.parameters.guard.swap_patch import ParameterHooks, swap_patch
+from lightning_ssd.parameters.parameter_hooks import ParameterHooks
 from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, owned_together, parameters_of
 from lightning_ssd.parameters.units import is_plain, sharded_by_name
 
@@ -74,7 +74,6 @@ class PagedGradients:
         self._pid = os.getpid()
         # Guards the exchange of memory against closing; again from a signal handler. A leaf lock but for the arenas'.
         self._lock = threading.RLock()
-        swap_patch.add_user(self)
 
     def register_module(self, module: nn.Module) -> None:
         """From now on gradients of the parameters that are trained wait, as far as they may, and no others.
@@ -126,14 +125,9 @@ class PagedGradients:
             if key in self._memory:
                 self._retired.append(self._memory.pop(key))
 
-    def will_swap(self, tensor: torch.Tensor) -> None:
-        """See :class:`~lightning_ssd.parameters.guard.swap_patch.SwapUser`."""
-        if id(tensor) in self._hooks and self._has_hook(tensor):
-            self._let_stay(id(tensor))
-
     def _has_hook(self, parameter: torch.Tensor) -> bool:
         hooks = self._hooks.get(id(parameter))
-        return hooks is not None and hooks.are_of(parameter)
+        return hooks is not None and hooks.parameter is parameter
 
     def _is_told(self, shard: ShardedParameter) -> bool:
         return any(reduction.module is shard.group.group for reduction in self._reductions)
@@ -255,7 +249,6 @@ class PagedGradients:
         """Later gradients stay in memory; those that there are stay what they are. Idempotent."""
         with self._lock:
             self._is_closed = True
-        swap_patch.remove_user(self)
         for hooks in list(self._hooks.values()):
             hooks.remove()
         self._hooks.clear()

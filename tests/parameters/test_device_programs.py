@@ -216,8 +216,8 @@ def test_compiled_blocks(opened: Opened) -> None:
     assert same(*results)
 
 
-def load_others(model: nn.Module) -> None:
-    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+def load_again(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
 
 
 def swap_with_each_other(model: nn.Module) -> None:
@@ -228,72 +228,52 @@ def swap_with_a_tensor(model: nn.Module) -> None:
     torch.utils.swap_tensors(model.blocks[1].up.weight, nn.Parameter(torch.ones_like(model.blocks[1].up.weight)))
 
 
-def swap_gradients_too(model: nn.Module) -> None:
-    model._apply(torch.clone)  # what .to() does to all tensors
+def convert(model: nn.Module) -> None:
+    model.blocks[0].up._apply(torch.clone)  # what .to() does to all tensors
 
 
+@pytest.fixture
+def swapping(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("swapping")
 @pairwise(
-    "options, when, does",
+    "options, does",
     [GRADIENTS, {"gradients": "offload"}, {}],
-    ["before_step", "after_step"],
-    [load_others, swap_with_each_other, swap_with_a_tensor, swap_gradients_too],
+    [load_again, swap_with_each_other, swap_with_a_tensor, convert],
 )
-def test_swapping_tensors(does: Any, when: str, options: Any, opened: Opened) -> None:
-    """PyTorch loses the hooks of what is swapped: its gradients stay until the module is registered again."""
+def test_swapping_tensors_is_refused_while_they_are_offloaded(does: Any, options: Any, opened: Opened) -> None:
+    """By PyTorch, which finds a weak reference of ours."""
+    offloader = opened(**options)
 
-    def run(offloader: Offloader | None) -> Loop:
-        def swap(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-            if step == 1:
+    def swap(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 1:
+            with pytest.raises(RuntimeError, match=r"weakref associated|Couldn't swap"):
                 does(model)
-            elif step == 2 and offloader is not None:
-                offloader.register_module(model)
 
-        loop = Loop(offloader, **{when: swap})  # type: ignore[arg-type]
-        return loop.run(5)
+    loop = Loop(offloader, after_step=swap).run(5)
+    assert same(loop.result(), Loop(None).run(5).result())
 
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        offloader = opened(**options)
-        loop, plain = run(offloader), run(None)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert same(loop.result(), plain.result())
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_the_user_run_after_a_swap_behind_the_end(register: str, opened: Opened) -> None:
+    """A swap leaves a dictionary of hooks whose hooks never run; one of ours would swallow the user's."""
+    offloader, called = opened(**GRADIENTS), []
+    loop = Loop(offloader)
     backward(loop)
-    if options:
-        assert gradients_have_left(offloader, loop.model)
+    offloader.close()
+    loop.offloader = None
+    loop.model.zero_grad()
+    swap_with_a_tensor(loop.model)
+    getattr(loop.model.blocks[1].up.weight, register)(called.append)
+    backward(loop, step=1)
+    assert len(called) == 1
 
 
-@pairwise(
-    "is_closed, register, does",
-    [False, True],
-    ["register_hook", "register_post_accumulate_grad_hook"],
-    [load_others, swap_with_a_tensor],
-)
-def test_hooks_of_the_user_run_after_a_swap(does: Any, register: str, is_closed: bool, opened: Opened) -> None:
-    """A swap leaves a dictionary of hooks that nobody calls; one of ours would swallow the user's."""
-
-    def run(offloader: Offloader | None) -> tuple[int, list[torch.Tensor]]:
-        loop, called = Loop(offloader), []
-        backward(loop)
-        if is_closed and offloader is not None:
-            offloader.close()
-            loop.offloader = None
-        loop.model.zero_grad()
-        does(loop.model)
-        parameter = loop.model.blocks[1].up.weight
-        getattr(parameter, register)(called.append)
-        backward(loop, step=1)
-        return len(called), [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
-
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        (num, gradients), (num_plain, plain) = run(opened(**GRADIENTS)), run(None)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    assert num == num_plain == 1
-    assert same(gradients, plain)
-
-
+@pytest.mark.usefixtures("swapping")
 def test_a_conversion_that_is_refused_loses_no_gradient(opened: Opened) -> None:
     """Module.to() takes the gradient away meanwhile, and gives it back."""
 
@@ -309,11 +289,7 @@ def test_a_conversion_that_is_refused_loses_no_gradient(opened: Opened) -> None:
         backward(loop, step=1)
         return [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
 
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        assert same(run(opened(**GRADIENTS)), run(None))
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert same(run(opened(**GRADIENTS)), run(None))
 
 
 def test_tensors_can_be_swapped_after_closing(opened: Opened) -> None:

@@ -290,26 +290,6 @@ def test_sending_a_weight_is_noted_while_others_wait(
         assert {weight.untyped_storage()._cdata for weight in weights} == set(sent)
 
 
-@pytest.mark.parametrize("does", ["double", "load_state_dict", "swap"])
-def test_swapping_tensors(does: str, opened: Opened) -> None:  # noqa: F811
-    def run(model: nn.Module, leave: Leave) -> torch.Tensor:
-        if does == "double":
-            model.double()
-        elif does == "load_state_dict":
-            model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
-        else:
-            other = nn.Parameter(torch.ones_like(model.blocks[1].up.weight), requires_grad=False)
-            torch.utils.swap_tensors(model.blocks[1].up.weight, other)
-        leave()
-        return model(next(batches(1)))
-
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        assert_equal_to_plain(built, run, opened)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
 @pytest.mark.parametrize("alias", [False, True])
 def test_what_a_graph_has_saved_is_not_swapped(alias: bool, opened: Opened) -> None:  # noqa: F811
     """As in plain PyTorch, but for an alias, of which that keeps the memory."""
