@@ -25,7 +25,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd.errors import ConfigError
@@ -76,11 +75,10 @@ class SingleOrDDPStrategy(WithModule):
         ddp_comm_state: state for the hook.
         ddp_comm_hook: hook for ``DistributedDataParallel``, also on a CPU.
         ddp_comm_wrapper: wraps the hook.
-        model_averaging_period: steps between averages of the parameters; with post-local SGD only.
         ddp_arguments: more arguments for ``DistributedDataParallel``.
 
     Raises:
-        ConfigError: there is no such start method; or only one of state and period is given, and would be ignored.
+        ConfigError: there is no such start method; or the state is one of post-local SGD, which averages models.
     """
 
     def __init__(
@@ -97,38 +95,24 @@ class SingleOrDDPStrategy(WithModule):
         ddp_comm_state: object | None,
         ddp_comm_hook: Callable[..., Any] | None,
         ddp_comm_wrapper: Callable[..., Any] | None,
-        model_averaging_period: int | None,
         ddp_arguments: dict[str, Any],
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         check_start_method(self, start_method)
+        if any(kind.__name__ == "PostLocalSGDState" for kind in type(ddp_comm_state).__mro__):
+            raise ConfigError(
+                f"{type(self).__name__}.ddp_comm_state is a PostLocalSGDState, and this strategy averages no models "
+                "between steps, as post-local SGD has to. Use another hook, or Lightning's DDPStrategy"
+            )
         self.num_nodes = 1
         self.process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method = start_method
         self._hook = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
-        self._averaging = self._averaging_arguments(ddp_comm_state, model_averaging_period)
-        self._averager: Any = None
         self._ddp_arguments = ddp_arguments
         self._forward_redirection = compat.DDPForwardRedirection()
         self._static_graph_started = False
         self._fitting = False
-
-    def _averaging_arguments(self, state: object | None, period: int | None) -> dict[str, Any] | None:
-        """Return the arguments of the averager for post-local SGD; ``None``: no averages."""
-        if state is None and period is None:
-            return None
-        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-
-        if isinstance(state, PostLocalSGDState) != (period is not None):
-            raise ConfigError(
-                f"{type(self).__name__}.model_averaging_period={period!r} with ddp_comm_state={state!r} would be "
-                "ignored: post-local SGD needs both. Write a number of steps and a PostLocalSGDState, or "
-                "model_averaging_period=None with another state"
-            )
-        if not isinstance(state, PostLocalSGDState):
-            return None
-        return {"period": period, "warmup_steps": state.start_localSGD_iter}
 
     # -- who and where -------------------------------------------------------------------------------------------
 
@@ -200,10 +184,6 @@ class SingleOrDDPStrategy(WithModule):
         if self._syncs_layers and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.module)
         super().setup(trainer)
-        if self._fitting and self.is_distributed and self._averaging is not None:
-            from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-
-            self._averager = PeriodicModelAverager(**self._averaging)
 
     @property
     def _syncs_layers(self) -> bool:
@@ -234,7 +214,6 @@ class SingleOrDDPStrategy(WithModule):
         if self._syncs_layers and self._layer_sync is not None and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         self._fitting = False
-        self._averager = None
         super().teardown()
 
     @override
@@ -266,20 +245,6 @@ class SingleOrDDPStrategy(WithModule):
             # A static graph delays its first all-reduce to the end of a backward that DDP itself prepared.
             model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
             self._static_graph_started = True
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._averager is not None:
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            self._averager.average_parameters(parameter for parameter in parameters if parameter.grad is not None)
-        return output
 
     # -- between processes ---------------------------------------------------------------------------------------
 

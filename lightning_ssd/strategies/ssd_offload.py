@@ -51,7 +51,6 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
         ddp_comm_state: state for ``ddp_comm_hook``.
         ddp_comm_hook: replaces the gradient all-reduce, see ``DistributedDataParallel.register_comm_hook``.
         ddp_comm_wrapper: wraps that hook, for example to compress gradients.
-        model_averaging_period: steps between averages for post-local SGD; needed with its ``ddp_comm_state``.
         find_unused_parameters: argument of ``DistributedDataParallel``, as are the following.
         static_graph: the graph is the same in every step.
         gradient_as_bucket_view: gradients live in the all-reduce buckets, which saves one copy of them.
@@ -79,7 +78,6 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: int | None = None,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -101,7 +99,6 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,
             ddp_comm_wrapper=ddp_comm_wrapper,
-            model_averaging_period=model_averaging_period,
             ddp_arguments=ddp_arguments(
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,

@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo"),
 ]
-LIKE_DDP = ("plain", "accumulate", "collectives", "unused", "manual", "static-manual", "comm-hook", "local-sgd")
+LIKE_DDP = ("plain", "accumulate", "collectives", "unused", "manual", "static-manual", "comm-hook")
 OTHERS = ("agreed", "states", "weights", "impossible", "forgotten")
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_ssd import HardwareProfile
 from lightning_ssd.errors import ConfigError
@@ -35,7 +36,7 @@ def _one_thread():
             {"start_method": "thread"},
             r"start_method='thread' is unknown\. Write one of 'popen', 'spawn', 'fork', 'forkserver'",
         ),
-        ({"model_averaging_period": 4}, r"model_averaging_period=4 with ddp_comm_state=None would be ignored"),
+        ({"ddp_comm_state": PostLocalSGDState(None, None, 2)}, r"is a PostLocalSGDState.* or Lightning's DDPStrategy"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(arguments, message):
