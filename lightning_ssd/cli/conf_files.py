@@ -41,11 +41,7 @@ class Described:
 
 
 def load_hardware(name: str) -> Described:
-    """Read an option of ``conf/hardware``, or a file of the same form.
-
-    Raises:
-        CommandError: there is no such option or file, or it is of another form.
-    """
+    """Read an option of ``conf/hardware``, or a file of the same form."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else _option("hardware", name)
     if not path.is_file():
         raise CommandError("a hardware profile", f"{escape_control(path)} does not exist", "name a file that exists")
@@ -80,9 +76,6 @@ def model_builder(
             ``config.json`` of Hugging Face.
         sequence: length of a window of tokens, which some options are built for.
         make_batch: replaces the model's own ``example_batch``.
-
-    Raises:
-        CommandError: there is no such option, name or file.
     """
     if make_batch is not None:
         build_alone = model_builder(name, sequence)
@@ -153,9 +146,6 @@ def batch_maker(name: str) -> Callable[[int, int], Any]:
     """Return a function that makes batches of given numbers of sequences and tokens, like a DataModule's first batch.
 
     It resizes first dimensions of the batch's size, and second dimensions of the size of integer tensors' second one.
-
-    Raises:
-        CommandError: it cannot be imported, or has no batch with a tensor.
     """
     found = _imported(name)
     try:

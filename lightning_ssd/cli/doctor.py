@@ -59,10 +59,6 @@ def doctor(
 def diagnose(directories: Sequence[Path], backend: BackendChoice) -> dict[str, Any]:
     """Look at everything.
 
-    Args:
-        directories: one per drive; none: those that training would take from the current directory.
-        backend: that training would ask for.
-
     Returns:
         Facts as JSON has them; ``problems`` are the errors that training would raise.
     """

@@ -14,12 +14,7 @@ __all__ = ["model_size"]
 
 
 def model_size(model: nn.Module, min_tensor_nbytes: int) -> ModelSize:
-    """Return sizes in the units of training; the tensors may be fake. Weights that share memory count once.
-
-    Args:
-        model: with the weights that are trained, in their types.
-        min_tensor_nbytes: of smaller storages nothing waits.
-    """
+    """Return sizes in the units of training; the tensors may be fake. Weights that share memory count once."""
     found: dict[int, SharedWeights] = {}
     for name, parameter in model.named_parameters():
         storage = parameter.untyped_storage()

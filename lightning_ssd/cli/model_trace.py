@@ -177,11 +177,7 @@ def example_batches(model: nn.Module, batch: int, sequence: int) -> list[Any]:
 
 
 def training_loss(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """By ``training_step`` where there is one, else by calling the model.
-
-    Raises:
-        CommandError: what comes out is nothing to call ``backward`` on.
-    """
+    """By ``training_step`` where there is one, else by calling the model."""
     step = getattr(model, "training_step", None)
     if step is None:
         result: Any = model(**inputs) if isinstance(inputs, dict) else model(inputs)

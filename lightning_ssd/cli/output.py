@@ -57,11 +57,7 @@ def show_error(error: object) -> None:
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """Around a command: our own errors become text and an exit code, without a traceback.
-
-    Raises:
-        typer.Exit: in the place of the error.
-    """
+    """Around a command: our own errors become text and an exit code, without a traceback."""
     try:
         yield
     except OffloadError as error:

@@ -27,11 +27,7 @@ __all__ = ["LiveStates"]
 
 
 class LiveStates(MutableMapping[Any, Any]):
-    """The states by parameter. As in ``Optimizer.state``, a missing one begins as an empty dictionary.
-
-    Args:
-        states: the offloaded states.
-    """
+    """The states by parameter. As in ``Optimizer.state``, a missing one begins as an empty dictionary."""
 
     default_factory = dict
 
@@ -134,11 +130,7 @@ class LiveStates(MutableMapping[Any, Any]):
         return state
 
     def settle(self) -> None:
-        """Return the lent states that the program no longer holds to their drives.
-
-        Raises:
-            StorageError: a drive cannot be read; the lent states stay in memory.
-        """
+        """Return the lent states that the program no longer holds to their drives."""
         lent = self._states.lent
         done = [parameter for parameter in lent if self._may_leave(parameter)]
         if full := {parameter: lent[parameter] for parameter in done if lent[parameter]}:
@@ -174,11 +166,7 @@ class LiveStates(MutableMapping[Any, Any]):
         self._keys = dict.fromkeys((*keys, *self._keys))
 
     def check(self) -> None:
-        """Before a step, check that lent states can be updated in separate calls.
-
-        Raises:
-            ConfigError: two parameters share a state, or a state shares memory with another parameter.
-        """
+        """Before a step, check that lent states can be updated in separate calls."""
         lent = {key: state for key, state in self._states.lent.items() if isinstance(key, torch.Tensor)}
         if not lent:
             return

@@ -64,16 +64,7 @@ def _all_of(parameter: torch.Tensor) -> Piece:
 
 
 class PagedStates:
-    """The states of an optimizer by parameter, most of them on drives.
-
-    Args:
-        inner_step: calls the optimizer.
-        optimizer: the user's optimizer, with all its groups.
-        files: files for the states.
-        master_weights: the optimizer updates float32 copies of half-precision parameters, offloaded with the states.
-        events: log that stalls are added to.
-        updating: returns a context for the update of a subgroup, given its parameters and those of the next subgroup.
-    """
+    """The states of an optimizer by parameter, most of them on drives."""
 
     def __init__(
         self,
@@ -151,11 +142,7 @@ class PagedStates:
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def register(self, groups: Groups) -> None:
-        """Take in all new parameters of the groups, those of lazy modules once they have a shape.
-
-        Raises:
-            OutOfSpaceError: the directories have no room for their states.
-        """
+        """Take in all new parameters of the groups, those of lazy modules once they have a shape."""
         numbers = _group_numbers(groups)
         new = [p for group in groups for p in group["params"] if self.partition.number_of(p) is None and has_shape(p)]
         self._retire(numbers)
@@ -259,10 +246,6 @@ class PagedStates:
             visits: the subgroups, in the order of the step.
             whole: the step of a declared optimizer; ``None``: it is a known one.
             groups: the optimizer's groups. A declared one gets those without a gradient in its first call.
-
-        Raises:
-            StorageError: states cannot be read.
-            ConfigError: the optimizer turns out to couple its parameters.
         """
         self.partition.align_gradients()
         order = [visit.index for visit in visits]

@@ -40,10 +40,6 @@ class DeviceGradients:
 
     Note [whose gradient]: its parameter alone may have the tensor, where no class is asked: no graph, no other
     parameter. Else it stays. Objects of Python may have it, since its class tells of each use.
-
-    Args:
-        tiers: where they wait.
-        min_nbytes: smaller ones stay.
     """
 
     def __init__(self, tiers: WeightTiers, *, min_nbytes: int) -> None:
@@ -127,11 +123,7 @@ class DeviceGradients:
 
     @contextmanager
     def updating(self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> Iterator[None]:
-        """While an optimizer uses the gradients of these parameters, and then of those that follow.
-
-        Raises:
-            StorageError: a drive refuses to read them.
-        """
+        """While an optimizer uses the gradients of these parameters, and then of those that follow."""
         with self.pager.updating(_gradients_of(parameters), _gradients_of(following)):
             yield
 
@@ -194,13 +186,7 @@ class _Accumulated:
 
 
 class _GradientMemory(DeviceMemory):
-    """The memory of one gradient.
-
-    Args:
-        number: of the parameter whose gradient it is.
-        gradient: what autograd has made.
-        door: see :class:`DeviceMemory`.
-    """
+    """The memory of one gradient."""
 
     def __init__(self, number: int, gradient: torch.Tensor, *, door: GradientPager, **options: Any) -> None:
         super().__init__(storage_of(gradient), [gradient], door=door, **options)
@@ -241,11 +227,7 @@ class GradientPager(DevicePager):
         return None if hooks is None else hooks.parameter
 
     def let_stay(self, parameter: torch.Tensor) -> None:
-        """Its gradients wait no more, and the one that there is comes back.
-
-        Raises:
-            StorageError: the drive refuses.
-        """
+        """Its gradients wait no more, and the one that there is comes back."""
         unit = self.find_unit(_place_of(id(parameter)))
         if unit is not None:  # all that it has had: Module.to() takes the gradient away meanwhile
             for weight in [weight for weight in unit.weights if weight.memory.key.alive()]:
@@ -260,12 +242,7 @@ class GradientPager(DevicePager):
             self._hooks.clear()
 
     def is_coming(self, parameter: torch.Tensor) -> None:
-        """Autograd is about to add to the gradient of a parameter, if there is one: bring it in.
-
-        Raises:
-            StorageError: the drive refuses.
-            OffloaderClosedError: it could not come back when this was closed.
-        """
+        """Autograd is about to add to the gradient of a parameter, if there is one: bring it in."""
         gradient = parameter.grad
         found = None if gradient is None else self._weight_of(gradient)
         if found is None:

@@ -298,11 +298,7 @@ class DeviceMemory:
             self._room = self._copies.mark()
 
     def bring_in(self) -> bool:
-        """In the reader, without the lock: block until the copy of the bytes has been queued; whether it had to.
-
-        Raises:
-            StorageError: the drive refuses.
-        """
+        """In the reader, without the lock: block until the copy of the bytes has been queued; whether it had to."""
         storage, copy = self.key.resolve(), self._copy
         if storage is None or self.is_here or copy is None or storage.nbytes() != self.nbytes:
             return False
@@ -316,11 +312,7 @@ class DeviceMemory:
             return self.key.resolve() if self._writer is write and self.is_here else None
 
     def move_to_host(self) -> None:
-        """Give the parameters memory of the host, with the bytes that a tier has; they are away now.
-
-        Raises:
-            StorageError: the drive refuses.
-        """
+        """Give the parameters memory of the host, with the bytes that a tier has; they are away now."""
         storage, copy = self.key.resolve(), self._copy
         if storage is None or copy is None:
             return
@@ -394,11 +386,7 @@ class _Read:
 
 
 def _read(stored: StoredBytes, *, into: torch.UntypedStorage, after: StreamEvent | None) -> StreamEvent | None:
-    """Block until the last copy has been queued; return its mark.
-
-    Raises:
-        StorageError: the drive refuses.
-    """
+    """Block until the last copy has been queued; return its mark."""
     read = _Read()
     stored.tier.read(read, stored, into.device, urgent=True, into=into, after=after)
     read.ended.wait()

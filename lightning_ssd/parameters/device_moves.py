@@ -36,12 +36,7 @@ class DeviceMoves(Pager[DeviceMemory]):
         """Units that hooks of the program may hold until the backward is over."""
 
     def _hold(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
-        """Bring a weight back if it is away, and begin to use it. One whose last tensor has gone needs no bytes.
-
-        Raises:
-            StorageError: the drive refuses.
-            OffloaderClosedError: it was closed, and could not bring the weight back.
-        """
+        """Bring a weight back if it is away, and begin to use it. One whose last tensor has gone needs no bytes."""
         while True:
             with self._lock:
                 if weight.memory.is_here or not weight.memory.key.alive():
@@ -53,11 +48,7 @@ class DeviceMoves(Pager[DeviceMemory]):
             self._await(unit)
 
     def _await(self, unit: Unit[DeviceMemory]) -> None:
-        """Block until a unit is here.
-
-        Raises:
-            StorageError: the drive refuses.
-        """
+        """Block until a unit is here."""
         try:
             with self._lock:
                 latch = self._request(unit)

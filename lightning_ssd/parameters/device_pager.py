@@ -33,11 +33,7 @@ def is_in_backward() -> bool:
 
 
 class DevicePager(DeviceMoves):
-    """On a device.
-
-    Args:
-        takes_trained: weights that are trained wait, too.
-    """
+    """On a device."""
 
     def __init__(self, *, takes_trained: bool = False) -> None:
         super().__init__()
@@ -294,11 +290,7 @@ class DevicePager(DeviceMoves):
             _guarding_lost_weights.append(self)
 
     def release(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
-        """Bring a weight back for good.
-
-        Raises:
-            StorageError: the drive refuses.
-        """
+        """Bring a weight back for good."""
         self._hold(unit, weight)
         weight.memory.await_copy()
         with self._lock:
@@ -363,12 +355,7 @@ class SavedDeviceWeight:
         self._origin = Origin.of(tensor)
 
     def tensor(self) -> torch.Tensor:
-        """The saved tensor.
-
-        Raises:
-            RuntimeError: it was edited in place since.
-            StorageError: the drive refuses.
-        """
+        """The saved tensor."""
         if self._probe.version != self._probe.saved:
             description = self._spec.dtype, self._device, self._spec.size
             raise inplace_error(description, self._origin, version=self._probe.version, expected=self._probe.saved)

@@ -47,14 +47,7 @@ class WeightTiers(NamedTuple):
 
 
 class DeviceWeights(PagedWeights[DeviceMemory]):
-    """On a device.
-
-    Args:
-        tiers: where they wait.
-        min_nbytes: smaller ones stay.
-        trained: those that are trained wait, too.
-        residents: says which stay all the same; ``None``: none.
-    """
+    """On a device."""
 
     pager: DevicePager
     _watches_compiled = True
@@ -111,9 +104,6 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
     def move_in(self, module: nn.Module) -> None:
         """Move weights that may wait from the host to the device one by one, and each of them out again; with
         residents, only while memory is short. So a model that is larger than the device's memory gets there.
-
-        Raises:
-            StorageError: a drive refuses.
         """
         moving = [weights for weights in shared_weights(module, self._min_nbytes) if self._may_move_in(weights)]
         while moving:

@@ -90,10 +90,6 @@ class MappedPager(Pager[MappedStorage]):
 def bring_in(weight: Weight[MappedStorage], *, to_stay: bool = False) -> None:
     """Block until a weight is in memory.
 
-    Args:
-        weight: that is wanted.
-        to_stay: the system is to take it back late.
-
     Raises:
         StorageError: the drive refuses.
     """

@@ -46,14 +46,6 @@ class MappedWeights(PagedWeights[MappedStorage]):
     other memory with the same bytes, which shows a file that is known to us alone. Nothing that is done to it later can
     be lost: the mapping is shared with the file, so that the kernel keeps what is written through any view. A fork
     would see what its parent writes later, and so sees nothing at all.
-
-    Args:
-        files: where they wait.
-        min_nbytes: smaller ones stay.
-        trained: those that are trained wait, too.
-        is_replicated: other processes have the same model, so that those that are trained stay.
-        residents: says which stay all the same; ``None``: none.
-        room: memory that frozen weights may be mapped into ahead; ``None``: none is.
     """
 
     def __init__(

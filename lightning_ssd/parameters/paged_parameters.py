@@ -60,11 +60,7 @@ class PagedParameters:
         return nullcontext() if self.weights is None else self.weights.host_copies()
 
     def register_module(self, module: nn.Module) -> None:
-        """Take over what is to wait.
-
-        Raises:
-            StorageError: weights cannot be written, or drives have no room.
-        """
+        """Take over what is to wait."""
         if self.weights is not None:
             self.weights.register_module(module)
         if self.gradients is not None:
@@ -82,11 +78,7 @@ class PagedParameters:
 
     @contextmanager
     def updating(self, now: Sequence[Piece], following: Sequence[Piece]) -> Iterator[None]:
-        """While an optimizer updates these pieces of parameters, and then those that follow.
-
-        Raises:
-            StorageError: a drive refuses to read them.
-        """
+        """While an optimizer updates these pieces of parameters, and then those that follow."""
         parameters, next_ones = [piece.tensor for piece in now], [piece.tensor for piece in following]
         on_device = self.gradients if isinstance(self.gradients, DeviceGradients) else None
         with (

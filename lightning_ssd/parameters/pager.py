@@ -72,11 +72,6 @@ class Weight(Generic[Memory]):
 class Unit(Generic[Memory]):
     """Weights that are brought in together: those of a block, of a module outside of all blocks, or shards that are
     gathered together.
-
-    Args:
-        number: of the unit.
-        name: for messages.
-        user: module or group of FSDP2's that uses it, if that is known. Held weakly.
     """
 
     def __init__(self, number: int, name: str, user: object | None) -> None:
@@ -241,11 +236,7 @@ class Pager(ABC, Generic[Memory]):
                 self._send_out(unit)
 
     def wanted(self, unit: Unit[Memory]) -> None:
-        """Backward asks for a weight of the unit.
-
-        Raises:
-            StorageError: the drive refuses to read them.
-        """
+        """Backward asks for a weight of the unit."""
         before = self._in_backward
         if unit is before or self.is_closed:
             return
@@ -322,11 +313,7 @@ class Pager(ABC, Generic[Memory]):
         return unit.resident_bytes is None and unit.coming is None
 
     def _wait(self, unit: Unit[Memory], latch: Latch | None) -> None:
-        """Block until a unit that was requested is here. The caller holds no lock.
-
-        Raises:
-            StorageError: the drive refuses.
-        """
+        """Block until a unit that was requested is here. The caller holds no lock."""
         if latch is not None and not latch.is_open:
             begun_s = time.perf_counter()
             latch.wait()

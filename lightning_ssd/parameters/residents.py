@@ -106,10 +106,6 @@ class Residents:
     between steps, when these have shown what else takes memory.
 
     At first gradients and optimizer states are counted before there are any, as AdamW would have them.
-
-    Args:
-        needs: of training.
-        gauge: reads the memory that they stay in.
     """
 
     def __init__(self, needs: Needs, gauge: Gauge) -> None:
@@ -273,11 +269,7 @@ class Residents:
         )
 
     def _room_bytes(self, module: nn.Module, movable: Sequence[MovableWeights], used_bytes: int) -> int | None:
-        """For these weights, and what stays with them.
-
-        Raises:
-            BudgetError: not even what has to stay has room.
-        """
+        """For these weights, and what stays with them."""
         self._decisions.pop(id(module), None)
         modules = [module, *(other for other, _ in self._alive())]  # others that wait for their gradients and states
         kind = self._gauge.device_type
@@ -312,9 +304,6 @@ class Residents:
             gradient_bytes: to come, that stay.
             used_bytes: of weights that wait, what is in memory at a time.
             staying_bytes: of weights that are trained and cannot wait.
-
-        Raises:
-            BudgetError: it has not.
         """
         budget, least = self._needs.memory_budget, others_bytes + gradient_bytes + used_bytes
         if budget is None or least <= budget:

@@ -22,9 +22,6 @@ class StepMemory:
 
     What happens in between is seen where saved tensors come and go. Temporaries of single operations are seen where an
     allocator keeps its peak, and they exceed all that was before.
-
-    Args:
-        gauge: reads it.
     """
 
     def __init__(self, gauge: Gauge) -> None:
@@ -62,11 +59,7 @@ class StepMemory:
         self._begin_bytes = None
 
     def end(self, *, is_seen: bool) -> None:
-        """A backward is over.
-
-        Args:
-            is_seen: whether saved tensors were told of.
-        """
+        """A backward is over."""
         begin_bytes, self._begin_bytes = self._begin_bytes, None
         if begin_bytes is None:
             return

@@ -201,11 +201,7 @@ def _check_size(name: str, size: object) -> None:
 
 
 def _sizes(owner: str, data: Size, tensor: Size, num_nodes: int, num_devices: int) -> tuple[int, int]:
-    """Return the sizes of the device mesh.
-
-    Raises:
-        ConfigError: no mesh of these sizes has so many processes.
-    """
+    """Return the sizes of the device mesh."""
     world_size = num_nodes * num_devices
     if data == "auto" and tensor == "auto":
         return num_nodes, num_devices

@@ -17,11 +17,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def check_start_method(owner: object, start_method: str) -> None:
-    """Refuse a start method that does not exist.
-
-    Raises:
-        ConfigError: there is no such method; the error names the owner's class.
-    """
+    """Refuse a start method that does not exist."""
     if start_method not in get_args(StartMethod):
         methods = ", ".join(map(repr, get_args(StartMethod)))
         raise ConfigError(f"{type(owner).__name__}.start_method={start_method!r} is unknown. Write one of {methods}")
@@ -35,17 +31,7 @@ def ddp_arguments(*, broadcast_buffers: bool | None, **others: Any) -> dict[str,
 
 
 def check_launch(strategy: Any, takes_it: str, device: torch.device) -> None:
-    """Before processes are started, refuse devices and policies with which no model can be trained.
-
-    Args:
-        strategy: a strategy of ours for one device, or several with ``DistributedDataParallel``.
-        takes_it: the class that has taken it, "Trainer" or "Fabric".
-        device: the device of this process.
-
-    Raises:
-        ConfigError: the device is of a type that cannot offload; or with several processes this is a notebook, or the
-            policy offloads gradients.
-    """
+    """Before processes are started, refuse devices and policies with which no model can be trained."""
     name, num_processes = type(strategy).__name__, strategy.num_nodes * strategy.num_processes
     if device.type not in device_types():  # a trial would start the device before a launch
         raise ConfigError(
@@ -69,11 +55,7 @@ def check_launch(strategy: Any, takes_it: str, device: torch.device) -> None:
 
 
 def check_model(strategy: Any, module: nn.Module) -> None:
-    """Before a model is moved to its device for training, refuse it if none of its weights could be offloaded.
-
-    Raises:
-        ConfigError: several processes would train it, and it has no frozen weight that is large enough.
-    """
+    """Before a model is moved to its device for training, refuse it if none of its weights could be offloaded."""
     policy, num_processes = strategy.policy, strategy.num_nodes * strategy.num_processes
     if num_processes <= 1 or policy.parameters == "keep" or policy.optimizer_states == "keep":
         return  # with optimizer_states="keep" the policy offloads no trained weights anyway

@@ -40,11 +40,7 @@ def check_options(
 
 
 def refuse_weights(owner: str, policy: OffloadPolicy) -> None:
-    """Refuse a policy that offloads weights or gradients, for an owner that does not build the model.
-
-    Raises:
-        ConfigError: the policy does; the error names the owner.
-    """
+    """Refuse a policy that offloads weights or gradients, for an owner that does not build the model."""
     for name in ("parameters", "gradients"):
         if (value := getattr(policy, name)) != "keep":
             raise ConfigError(
@@ -55,11 +51,7 @@ def refuse_weights(owner: str, policy: OffloadPolicy) -> None:
 
 
 def refuse_master_weights(owner: str, policy: OffloadPolicy) -> None:
-    """Refuse float32 copies of weights for a sharded model, which has float32 shards already.
-
-    Raises:
-        ConfigError: the policy has ``master_weights=True``; the error names the owner.
-    """
+    """Refuse float32 copies of weights for a sharded model, which has float32 shards already."""
     if policy.master_weights:
         raise ConfigError(
             f"{owner} got OffloadPolicy.master_weights=True for a sharded model. Write master_weights=False and keep "

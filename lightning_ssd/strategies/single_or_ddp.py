@@ -60,26 +60,7 @@ class WithModule(ParallelStrategy):
 
 
 class SingleOrDDPStrategy(WithModule):
-    """Data parallel training with as little machinery as the number of processes needs.
-
-    Args:
-        accelerator: set by the Trainer; CPU and CUDA are supported, others where Lightning provides them.
-        parallel_devices: set by the Trainer.
-        cluster_environment: how processes find each other.
-        checkpoint_io: writes and reads checkpoints.
-        precision_plugin: set by the Trainer.
-        process_group_backend: backend of the process group; ``None``: by device. This and the following are for several
-            processes.
-        timeout: timeout of the process group; ``None``: the backend's own.
-        start_method: how processes start.
-        ddp_comm_state: state for the hook.
-        ddp_comm_hook: hook for ``DistributedDataParallel``, also on a CPU.
-        ddp_comm_wrapper: wraps the hook.
-        ddp_arguments: more arguments for ``DistributedDataParallel``.
-
-    Raises:
-        ConfigError: there is no such start method; or the state is one of post-local SGD, which averages models.
-    """
+    """Data parallel training with as little machinery as the number of processes needs."""
 
     def __init__(
         self,

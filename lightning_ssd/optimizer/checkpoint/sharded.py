@@ -59,9 +59,6 @@ def saved_in_directory(path: Path, number: int, module: torch.nn.Module, optimiz
         number: the optimizer's number among all saved optimizers.
         module: the module whose parameters the optimizer has.
         optimizer: gives the order of the parameters.
-
-    Raises:
-        ConfigError: there are no states of such an optimizer.
     """
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
@@ -93,9 +90,6 @@ def saved_in_full(
         number: the optimizer's number among all saved optimizers.
         module: the module whose parameters the optimizer has.
         optimizer: gives the order of the parameters.
-
-    Raises:
-        ConfigError: there are no states of such an optimizer.
     """
     states = checkpoint.get("optimizer_states", ())
     if len(states) <= number:

@@ -28,10 +28,6 @@ class Snapshot:
     """The stored states of all parameters at one moment.
 
     Flush first, because states in memory that are newer than the drive's copy are copied in memory.
-
-    Args:
-        partition: says which parameter's state is in which subgroup.
-        store: the store of the subgroups.
     """
 
     def __init__(self, partition: Partition, store: StateStore) -> None:
@@ -50,10 +46,6 @@ class Snapshot:
 
     def state_of(self, parameter: Any, kept: Callable[[Any], Any]) -> State:
         """Return a state with its stored tensors mapped, which outlive the files; empty if there is none.
-
-        Args:
-            parameter: the parameter, or any other key.
-            kept: converts the values that are never moved.
 
         Raises:
             RuntimeError: slices of the parameter have different values of a state that they share.

@@ -54,12 +54,7 @@ _ALONE, _ALONE_STORAGE = _alone()
 
 
 def is_held(owner: Mapping[Any, Any], key: Any) -> bool:
-    """Return whether the program, or any object but ``owner``, holds a value, or a view of a tensor's memory.
-
-    Args:
-        owner: the mapping with the value.
-        key: the value's key.
-    """
+    """Return whether the program, or any object but ``owner``, holds a value, or a view of a tensor's memory."""
     if _references(owner, key) > _ALONE:
         return True
     if not isinstance(owner[key], torch.Tensor):

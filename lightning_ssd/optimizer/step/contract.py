@@ -86,15 +86,7 @@ def _is_torchs(method: Any) -> bool:
 
 
 def refuse_undeclared(optimizer: Optimizer, declared: Collection[str]) -> None:
-    """Refuse a class that is neither known nor declared, and a declared one that keeps its own list of parameters.
-
-    Args:
-        optimizer: the user's optimizer.
-        declared: names of classes that the user promises to update each parameter by itself.
-
-    Raises:
-        ConfigError: the optimizer is one of these.
-    """
+    """Refuse a class that is neither known nor declared, and a declared one that keeps its own list of parameters."""
     kind, name = type(optimizer), type(optimizer).__name__
     if is_known(optimizer):
         return
@@ -169,9 +161,6 @@ def refuse_own_step(optimizer: Optimizer) -> None:
     """Refuse an instance on which ``step``, or a method of PyTorch's that ``step`` calls, was replaced.
 
     Schedulers wrap ``step`` to count its calls. Their wrapper is accepted.
-
-    Raises:
-        ConfigError: such a method was replaced.
     """
     kind = type(optimizer)
     pytorchs = next(base for base in kind.__mro__ if base.__module__.startswith("torch.optim"))
@@ -189,11 +178,7 @@ def refuse_own_step(optimizer: Optimizer) -> None:
 
 
 def refuse_differentiable(optimizer: Optimizer) -> None:
-    """Refuse differentiable steps, because offloaded states belong to no graph.
-
-    Raises:
-        ConfigError: a group has ``differentiable=True``.
-    """
+    """Refuse differentiable steps, because offloaded states belong to no graph."""
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ConfigError(
@@ -232,14 +217,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def refuse_shared_memory(memory: Sequence[Sequence[Span]]) -> None:
-    """Refuse parameters that share memory, because separate calls would update them at different times.
-
-    Args:
-        memory: the memory of each parameter that a step updates.
-
-    Raises:
-        ConfigError: two parameters share memory.
-    """
+    """Refuse parameters that share memory, because separate calls would update them at different times."""
     if not are_apart(memory):
         raise ConfigError(
             f"{_OFFLOAD} expects parameters with memory of their own; got two that lie within the same memory, which a "

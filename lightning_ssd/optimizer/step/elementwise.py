@@ -35,15 +35,7 @@ _TRIED_RATE = 1e-3
 
 
 class UpdateProbe:
-    """Runs one trial per group, type, device and kind of kernels; later parameters of this kind get the same answer.
-
-    Args:
-        inner: calls the optimizer.
-        optimizer: the user's optimizer; its groups and states do not change.
-        is_elementwise: whether the optimizer is known to update every element by itself.
-        has_master: returns whether the optimizer updates a float32 copy of a parameter.
-        state_of: returns the state of a parameter.
-    """
+    """Runs one trial per group, type, device and kind of kernels; later parameters of this kind get the same answer."""
 
     def __init__(
         self,
@@ -64,10 +56,6 @@ class UpdateProbe:
         """Return whether slices of such a parameter get the same bits as the whole one, also if options change later.
 
         A change of the option ``fused`` is an exception: it needs a new answer.
-
-        Args:
-            parameter: gives type and device.
-            group: number of the parameter's group.
         """
         part = local_of(parameter)
         if part.layout != torch.strided or not part.is_contiguous() or not self._is_known(parameter):

@@ -130,13 +130,7 @@ class Layout:
 
 
 def settled(state: State, storage: torch.UntypedStorage | None, device: torch.device) -> State:
-    """Return a state whose unmoved tensors have their own memory, because the subgroup's memory is reused.
-
-    Args:
-        state: the state after a call.
-        storage: memory of the subgroup, which the state's tensors were in before.
-        device: device of the tensors that are moved.
-    """
+    """Return a state whose unmoved tensors have their own memory, because the subgroup's memory is reused."""
     moving = {id(value) for value in state.values() if moves(value, device)}
     return moved_out(state, storage, except_for=moving)
 

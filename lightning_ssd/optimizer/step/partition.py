@@ -182,11 +182,7 @@ class Partition:
                     parameter.grad = gradient.redistribute(placements=placements)
 
     def check_cuttable(self, part: Part) -> None:
-        """Before a step, check that a parameter which is cut, and its gradient, can still be cut.
-
-        Raises:
-            RuntimeError: the part is a slice, and the parameter's shape, or the gradient's layout, has changed.
-        """
+        """Before a step, check that a parameter which is cut, and its gradient, can still be cut."""
         if self.is_whole(part):
             return
         parameter = self.parameters[part.parameter]
@@ -255,11 +251,7 @@ def _own(value: Any) -> Any:
 
 
 def shared(values: Sequence[Any], key: Hashable) -> Any:
-    """Return a value that all slices of a parameter share, such as a step count.
-
-    Raises:
-        RuntimeError: the slices have different values.
-    """
+    """Return a value that all slices of a parameter share, such as a step count."""
     first = values[0]
     for value in values[1:]:
         same = torch.equal(first, value) if isinstance(first, torch.Tensor) else first == value

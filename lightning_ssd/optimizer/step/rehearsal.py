@@ -51,15 +51,8 @@ _TRIED_RATE, _OTHER = 1e-3, 77
 def rehearse(optimizer: Optimizer, *, master_weights: bool) -> str:
     """Compare steps of small copies together with steps of one at a time.
 
-    Args:
-        optimizer: the user's optimizer; it does not change.
-        master_weights: the optimizer updates float32 copies of half-precision parameters.
-
     Returns:
         The refusal of steps with a closure, if only these differ; else an empty text.
-
-    Raises:
-        ConfigError: steps without a closure differ.
     """
     name, found, untried = type(optimizer).__name__, ["", ""], ""
     closure = [*inspect.signature(type(optimizer).step).parameters.values()][1:2]

@@ -78,9 +78,6 @@ class WholeStep:
             place: "attributes", "shared states", or the number of a parameter group.
             before: values before the call.
             after: values after the call.
-
-        Raises:
-            ConfigError: earlier calls made other changes.
         """
         own = {k: v for k, v in after.items() if k not in ("params", "param_names")}
         changed = {k: v for k, v in own.items() if k not in before or not same(before[k], v)}
@@ -155,11 +152,7 @@ def with_attributes(owner: Any, values: Mapping[str, Any], call: Callable[[], T]
 
 
 class SubgroupStepper:
-    """Calls an optimizer's ``step`` without its hooks, which run once per step, not per call.
-
-    Args:
-        optimizer: the user's optimizer.
-    """
+    """Calls an optimizer's ``step`` without its hooks, which run once per step, not per call."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -171,11 +164,7 @@ class SubgroupStepper:
         return without_hooks(kind.step) is self._step
 
     def call(self, *closure: Callable[[], Any]) -> Any:
-        """Call the step of the optimizer's class.
-
-        Raises:
-            ConfigError: that step calls the step of a base class, which would run hooks.
-        """
+        """Call the step of the optimizer's class."""
         own = vars(self._optimizer)
         has_hooks = own.get(_PRE_HOOKS) or own.get("_optimizer_step_post_hooks")
         if _PRE_HOOKS not in own or not (has_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks):
@@ -209,9 +198,6 @@ class SubgroupStepper:
 
         Returns:
             The states afterwards.
-
-        Raises:
-            ConfigError: the optimizer turns out to couple its parameters.
         """
         originals, owners = self._optimizer.param_groups, tensors if owners is None else owners
         given: dict[int, list[tuple[torch.Tensor, int]]]

@@ -95,11 +95,7 @@ class MappedStorage(ABC):
             view.bring_in(0, self._shown_bytes)
 
     def bring_in_to_stay(self) -> None:
-        """As :meth:`bring_in`, and so that the system takes it back late, although it was not used yet.
-
-        Raises:
-            OSError: the drive refuses.
-        """
+        """As :meth:`bring_in`, and so that the system takes it back late, although it was not used yet."""
         self.bring_in()
 
     @abstractmethod
@@ -134,15 +130,7 @@ class MappedStorage(ABC):
 
 
 class FiledStorage(MappedStorage):
-    """In a file of ours. The mapping is shared with it: what is written to the memory goes there.
-
-    Args:
-        view: the memory.
-        arena: has the file.
-        extent: where in the file.
-        nbytes: of the storage.
-        start: where in the extent it begins.
-    """
+    """In a file of ours. The mapping is shared with it: what is written to the memory goes there."""
 
     def __init__(self, view: FileView, arena: Arena, extent: Extent, nbytes: int, *, start: int = 0) -> None:
         super().__init__(view, start, nbytes)
@@ -199,9 +187,6 @@ class FiledStorage(MappedStorage):
             start: the first one.
             nbytes: how many.
             changes: all of them will be written to.
-
-        Raises:
-            OSError: the drive refuses.
         """
         view = self._view
         if view is not None and not self._is_private:

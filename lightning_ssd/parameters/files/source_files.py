@@ -38,12 +38,7 @@ _TICK_S = 0.02
 
 
 class SourceFile:
-    """One file, open for reading.
-
-    Args:
-        fd: of it, ours from now on.
-        path: for messages.
-    """
+    """One file, open for reading."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self.fd = fd
@@ -124,11 +119,7 @@ class SourceStorage(MappedStorage):
             self.send_out()
 
     def bring_in(self) -> None:
-        """Also see whether the file is what it was.
-
-        Raises:
-            StorageError: it is not.
-        """
+        """Also see whether the file is what it was."""
         view = self._view  # held until its bytes have been looked at: it may be forgotten meanwhile
         if view is None:
             return
@@ -201,12 +192,7 @@ class SourceFiles:
         self._files: dict[tuple[int, int], SourceFile] = {}
 
     def has(self, storage: torch.UntypedStorage, slices: FileSlices | None) -> bool:
-        """Whether a storage shows a part of a file as it is, and was not written to.
-
-        Args:
-            storage: it.
-            slices: where it is a part of a file that PyTorch has mapped.
-        """
+        """Whether a storage shows a part of a file as it is, and was not written to."""
         return self._find(storage, slices) is not None
 
     def show(self, storage: torch.UntypedStorage, slices: FileSlices | None) -> SourceStorage | None:

@@ -32,9 +32,6 @@ class _Run(NamedTuple):
     def read(self, scratch: FileView, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Into the page cache alone: mapped to be written to, they might be written to the drive before they have
         changed.
-
-        Raises:
-            OSError: the drive refuses.
         """
         self.memory.read_part(self.start, self.nbytes, scratch, is_wanted)
 
@@ -52,10 +49,6 @@ class UpdatePages:
     Where memory has no room for what waits, the system begins to write what was updated at once. Otherwise it would
     look for room a little later, and then write all that has changed: also what is being updated, which changes again
     and would be written twice.
-
-    Args:
-        files: where weights and gradients wait.
-        room: memory that may be filled by what waits.
     """
 
     def __init__(self, files: WeightFiles, room: HostRoom) -> None:
@@ -87,11 +80,7 @@ class UpdatePages:
                 run.memory.begin_writing_part(run.start, run.nbytes)
 
     def _bring_in(self, runs: Sequence[_Run]) -> None:
-        """All are read before one is mapped.
-
-        Raises:
-            StorageError: the drive refuses.
-        """
+        """All are read before one is mapped."""
         for bring_in in (partial(_Run.read, scratch=self._scratch), _Run.map):
             for run in runs:
                 try:

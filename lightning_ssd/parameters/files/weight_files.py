@@ -101,10 +101,6 @@ class WeightFiles:
     def write(self, storage: torch.UntypedStorage, *, changes: bool) -> FiledStorage:
         """Write the bytes of a storage on a CPU to a file; return memory that shows them.
 
-        Args:
-            storage: it.
-            changes: whether it has weights that are trained.
-
         Raises:
             OutOfSpaceError: there is no room.
             StorageError: the drive refuses.

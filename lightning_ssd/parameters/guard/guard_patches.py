@@ -178,9 +178,6 @@ class _Gradient(property):
 
     Else it is PyTorch's own: read and deleted in C, without a frame that a warning would name. Code that asks
     ``torch.Tensor.grad`` for its functions, as ``__torch_function__`` is told, gets PyTorch's.
-
-    Args:
-        plain: PyTorch's.
     """
 
     def __init__(self, plain: Any) -> None:
