@@ -25,10 +25,9 @@ from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_pager import DevicePager
 from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.guard.guard_patches import guard_patches
-from lightning_ssd.parameters.movable import MovableWeights
 from lightning_ssd.parameters.paged_weights import Choose, PagedWeights
 from lightning_ssd.parameters.pager import Place, Weight
-from lightning_ssd.parameters.residents import Residents
+from lightning_ssd.parameters.residents import MovableWeights, Residents
 from lightning_ssd.parameters.units import SharedWeights, shared_weights, why_it_stays
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier

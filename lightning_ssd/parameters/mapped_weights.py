@@ -27,10 +27,9 @@ from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapp
 from lightning_ssd.parameters.files.source_files import SourceFiles, SourceStorage
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager, bring_in
-from lightning_ssd.parameters.movable import MovableWeights
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Place, Weight
-from lightning_ssd.parameters.residents import Residents
+from lightning_ssd.parameters.residents import MovableWeights, Residents
 from lightning_ssd.parameters.units import SharedWeights, shared_weights, why_it_stays
 
 __all__ = ["MappedWeights"]

@@ -26,9 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ssd.common.dtensor import CutWatch, ShardedParameter
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.errors import BudgetError, forget_frames
-from lightning_ssd.parameters.movable import MovableWeights
 from lightning_ssd.parameters.pager import Memory, Pager, Place, Weight
-from lightning_ssd.parameters.residents import Residents
+from lightning_ssd.parameters.residents import MovableWeights, Residents
 from lightning_ssd.parameters.units import SharedWeights, owners, shared_weights, weights_of, why_it_stays
 from lightning_ssd.parameters.windows import Gathering, Window
 from lightning_ssd.telemetry.stats import OffloadStats

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -18,10 +18,9 @@ from lightning_ssd.errors import BudgetError
 from lightning_ssd.memory.gauge import Gauge, PresentWeights
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.parameters.guard.guard import is_guarded
-from lightning_ssd.parameters.movable import MovableWeights
 from lightning_ssd.parameters.pager import Place
 from lightning_ssd.parameters.step_memory import StepMemory
-from lightning_ssd.parameters.units import is_plain
+from lightning_ssd.parameters.units import SharedWeights, is_plain
 from lightning_ssd.planning.residency import (
     MemoryOutlook,
     ResidencyUnit,
@@ -32,7 +31,7 @@ from lightning_ssd.planning.residency import (
 )
 from lightning_ssd.planning.update_memory import update_bytes
 
-__all__ = ["Needs", "Residents"]
+__all__ = ["MovableWeights", "Needs", "Residents"]
 
 _STATES_PER_WEIGHT = 2
 """AdamW's, in the precision of the weights."""
@@ -75,30 +74,39 @@ class Needs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Decision:
-    """On one module."""
+class MovableWeights:
+    """Weights in one storage that could wait. Holds none of their memory."""
 
-    room_bytes: int | None
-    """Where it was computed, and known."""
-    num_units: int
-    num_waiting: int
+    name: str
+    """The first one."""
+    place: Place
+    """The unit that they are brought in with."""
+    is_frozen: bool
+    trained_bytes: int
+    """Bytes of those that are trained."""
     nbytes: int
+    """Bytes of the storage, also while its memory is away."""
+    waits: bool
+    """Whether they do now."""
+    is_held: bool
+    """Whether a :class:`~lightning_ssd.memory.gauge.Gauge` counts them as held."""
+    comes_ahead: bool
+    """Whether they come to memory before their use begins, rather than when it does."""
+    shown_bytes: int = 0
+    """Bytes of pages of a file that are in memory, and leave when the weights wait."""
+
+    @classmethod
+    def of(cls, weights: SharedWeights, place: Place, **facts: Any) -> MovableWeights:
+        """Describe weights by these facts, and those that :class:`SharedWeights` has."""
+        of_all = {"is_frozen": weights.is_frozen, "trained_bytes": weights.trained_bytes}
+        return cls(name=weights.names[0], place=place, **of_all, **facts)
+
+
+class _Decision(NamedTuple):
+    """The bytes of one module's weights that wait, and of those that could and stay."""
+
+    waiting_bytes: int
     kept_bytes: int
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of weights that wait."""
-        return self.nbytes - self.kept_bytes
-
-    def text(self) -> str:
-        """One line for the log."""
-        if self.room_bytes is None:
-            return f"nothing tells how much memory there is: all {format_sizes(self.nbytes)[0]} of weights may wait"
-        waiting, total, room = format_sizes(self.waiting_bytes, self.nbytes, self.room_bytes)
-        if not self.num_waiting:
-            return f"no weights wait on drives: memory has room for {room}, and {total} could wait"
-        units = pluralize(self.num_units, "unit", "units")
-        return f"{self.num_waiting} of {units} ({waiting} of {total}) wait on drives: memory has room for {room}"
 
 
 class Residents:
@@ -161,9 +169,18 @@ class Residents:
         units = [self._unit(held) for held in members]
         sizes = _sizes(movable)
         room_bytes = self._room_bytes(module, movable, window_bytes(sizes))
-        stays = choose_residents(units, room_bytes=room_bytes, in_flight_bytes=_in_flight_bytes(sizes))
-        decision = self._decide(module, room_bytes, units, stays)
-        self.text = decision.text()
+        # Two units are in flight: what is frozen takes room in the page cache before its use, too.
+        in_flight_bytes = sum(nbytes for nbytes, _ in sorted(sizes)[-2:])
+        stays = choose_residents(units, room_bytes=room_bytes, in_flight_bytes=in_flight_bytes)
+        decision = self._decide(module, units, stays)
+        waiting, total, room = format_sizes(decision.waiting_bytes, sum(decision), room_bytes or 0)
+        if room_bytes is None:
+            self.text = f"nothing tells how much memory there is: all {total} of weights may wait"
+        elif all(stays):
+            self.text = f"no weights wait on drives: memory has room for {room}, and {total} could wait"
+        else:
+            counted = f"{stays.count(False)} of {pluralize(len(units), 'unit', 'units')}"
+            self.text = f"{counted} ({waiting} of {total}) wait on drives: memory has room for {room}"
         return _names_of(members, stays)
 
     def reconsider(self, module: nn.Module, movable: Sequence[MovableWeights], *, spare_bytes: int) -> frozenset[str]:
@@ -182,7 +199,7 @@ class Residents:
         stays = [not all(weights.waits for weights in held) for held in members]
         in_flight = window_bytes(_sizes(movable))  # as steps are judged by
         after = reconsider_residents(units, stays, spare_bytes=spare_bytes, in_flight_bytes=in_flight)
-        decision = self._decide(module, None, units, after)
+        decision = self._decide(module, units, after)
         changed = [unit for unit, then, now in zip(units, stays, after, strict=True) if then is not now]
         self.moved_bytes = sum(unit.weight_bytes for unit in changed)
         if changed and spare_bytes > 0:
@@ -212,18 +229,13 @@ class Residents:
             self._decisions = before
             raise
 
-    def _decide(
-        self, module: nn.Module, room_bytes: int | None, units: Sequence[ResidencyUnit], stays: Sequence[bool]
-    ) -> _Decision:
-        decision = _Decision(
-            room_bytes=room_bytes,
-            num_units=len(units),
-            num_waiting=stays.count(False),
-            nbytes=sum(unit.weight_bytes for unit in units),
-            kept_bytes=sum(unit.weight_bytes for unit, stay in zip(units, stays, strict=True) if stay),
+    def _decide(self, module: nn.Module, units: Sequence[ResidencyUnit], stays: Sequence[bool]) -> _Decision:
+        waiting, kept = (
+            sum(unit.weight_bytes for unit, stay in zip(units, stays, strict=True) if stay is kind)
+            for kind in (False, True)
         )
-        self._decisions[id(module)] = weakref.ref(module), decision
-        return decision
+        self._decisions[id(module)] = weakref.ref(module), _Decision(waiting, kept)
+        return _Decision(waiting, kept)
 
     # -- again ---------------------------------------------------------------------------------------------------
 
@@ -259,13 +271,10 @@ class Residents:
         return spare if (self.kept_bytes if spare < 0 else waiting_bytes) else 0
 
     def _unit(self, held: Sequence[MovableWeights]) -> ResidencyUnit:
-        nbytes = sum(weights.nbytes for weights in held)
-        is_trained = not held[0].is_frozen
-        gradients = sum(weights.trained_bytes for weights in held)
         return ResidencyUnit(
-            weight_bytes=nbytes,
-            gradient_bytes=gradients if self._needs.gradients == "auto" else 0,
-            is_trained=is_trained,
+            weight_bytes=sum(weights.nbytes for weights in held),
+            gradient_bytes=sum(w.trained_bytes for w in held) if self._needs.gradients == "auto" else 0,
+            is_trained=not held[0].is_frozen,
         )
 
     def _room_bytes(self, module: nn.Module, movable: Sequence[MovableWeights], used_bytes: int) -> int | None:
@@ -275,7 +284,7 @@ class Residents:
         kind = self._gauge.device_type
         parameters = {id(p): p for one in modules for p in one.parameters() if is_plain(local_of(p), kind)}
         trained = (
-            _trained_bytes(parameters.values()),
+            sum(local_of(p).nbytes for p in parameters.values() if p.requires_grad),
             sum(weights.trained_bytes for weights in movable),
             _gradient_bytes(parameters.values(), kind),
         )
@@ -347,11 +356,6 @@ class Residents:
         )
 
 
-def _trained_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """As far as they are in this process."""
-    return sum(local_of(parameter).nbytes for parameter in parameters if parameter.requires_grad)
-
-
 def _gradient_bytes(parameters: Iterable[torch.Tensor], device_type: str) -> int:
     """Return the bytes of gradients that there are, and that do not wait."""
     found = [local_of(p.grad) for p in parameters if p.grad is not None]
@@ -378,8 +382,3 @@ def _sizes(movable: Sequence[MovableWeights]) -> list[tuple[int, bool]]:
         nbytes, comes_ahead = sizes.get(weights.place, (0, False))
         sizes[weights.place] = nbytes + weights.nbytes, comes_ahead or weights.comes_ahead
     return list(sizes.values())
-
-
-def _in_flight_bytes(sizes: Sequence[tuple[int, bool]]) -> int:
-    """Return the bytes of the largest two units: what is frozen takes room in the page cache before its use, too."""
-    return sum(nbytes for nbytes, _ in sorted(sizes)[-2:])
