@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class DeviceGradients:
         self._check_room(sum(p.nbytes for _, p in found.values()), sum(p.nbytes for _, p in new.values()))
         for key, (name, parameter) in new.items():
             registers: list[tuple[Callable[..., RemovableHandle], Callable[..., None]]] = [
-                (parameter.register_hook, _Coming(self.pager, key)),
+                (parameter.register_hook, partial(self.pager.is_coming, key)),
                 (parameter.register_post_accumulate_grad_hook, _Accumulated(self, name)),
             ]
             self.pager.know(parameter, [register(hook) for register, hook in registers])
@@ -161,18 +162,6 @@ class DeviceGradients:
             guard_patches.remove_user(self.pager)
 
 
-class _Coming:
-    """The hook of a parameter that autograd calls before it adds to the gradient."""
-
-    def __init__(self, pager: GradientPager, number: int) -> None:
-        self._pager, self._number = pager, number
-
-    def __call__(self, added: torch.Tensor) -> None:
-        parameter = self._pager.parameter(self._number)
-        if parameter is not None:
-            self._pager.is_coming(parameter)
-
-
 class _Accumulated:
     """The hook of a parameter that autograd calls when it has added to the gradient."""
 
@@ -241,9 +230,10 @@ class GradientPager(DevicePager):
                 hooks.remove()
             self._hooks.clear()
 
-    def is_coming(self, parameter: torch.Tensor) -> None:
+    def is_coming(self, number: int, added: torch.Tensor) -> None:
         """Autograd is about to add to the gradient of a parameter, if there is one: bring it in."""
-        gradient = parameter.grad
+        parameter = self.parameter(number)
+        gradient = None if parameter is None else parameter.grad
         found = None if gradient is None else self._weight_of(gradient)
         if found is None:
             return
@@ -251,7 +241,7 @@ class GradientPager(DevicePager):
         if self.is_closed:
             self._hold(unit, weight)
             return
-        self._coming.setdefault(id(parameter), []).append(unit)
+        self._coming.setdefault(number, []).append(unit)
         self.enter(unit)
 
     def is_accumulated(self, parameter: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from lightning_ssd.common.tensors import StorageKey, TensorSpec, holders, storag
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError, forget_frames
 from lightning_ssd.parameters.guard.guard import Door, forget_door, guard, own_class
+from lightning_ssd.parameters.units import is_held_in_c
 from lightning_ssd.tiers.base import StoredBytes
 from lightning_ssd.tiers.copy_paths import storage_bytes
 from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
@@ -227,7 +228,7 @@ class DeviceMemory:
         )
 
     def _is_held_by_owners_alone(self, tensor: torch.Tensor) -> bool:
-        return _is_held_by_python_alone(tensor)
+        return not is_held_in_c(tensor)
 
     def _settle_exposed(self, storage: torch.UntypedStorage) -> None:
         """Return whether bytes were changed that a program had got hold of, and can change no more."""
@@ -393,25 +394,6 @@ def _read(stored: StoredBytes, *, into: torch.UntypedStorage, after: StreamEvent
     if read.error is not None:
         raise read.error
     return read.mark
-
-
-def _is_held_by_python_alone(tensor: torch.Tensor) -> bool:
-    """Whether no graph and no code in C holds a parameter itself, but for the node that gathers its gradient.
-
-    That node holds the parameter as long as a graph does, and needs none of its bytes. There is one at most, which is
-    made here if there is none, so that it counts in any case.
-    """
-    with (
-        torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        node = tensor.view_as(tensor).grad_fn if tensor.requires_grad else None
-        gathers = None if node is None else node.next_functions[0][0]
-        del node
-        count: int = tensor._use_count()  # type: ignore[attr-defined]  # in no stub
-    return count == (1 if gathers is None else 2)
 
 
 def _references(storage: torch.UntypedStorage) -> int:

@@ -37,20 +37,15 @@ class MappedPager(Pager[MappedStorage]):
     def _comes_ahead(self, unit: Unit[MappedStorage]) -> bool:
         return self._has_room or not all(weight.is_frozen for weight in list(unit.weights))
 
-    def _look_for_room(self) -> None:
-        """Where there is much, what is mapped ahead drives nothing out of the page cache. The lock is held."""
-        has_room = self._room is not None and self._room.is_enough(self._weight_bytes)
-        if has_room is not self._has_room:
-            self._has_room, self._window_bytes = has_room, None
-
-    def _weight_bytes(self) -> int:
-        return sum(weight.memory.nbytes for weight in self.weights)
-
     def _look_ahead(self, ahead: Unit[MappedStorage] | None, further: Unit[MappedStorage] | None) -> None:
         """Two readers keep the drive busy. So many trained weights in the page cache would drive out what is used and
         written sooner.
         """
-        self._look_for_room()
+        has_room = self._room is not None and self._room.is_enough(
+            lambda: sum(weight.memory.nbytes for weight in self.weights)
+        )
+        if has_room is not self._has_room:  # what is mapped ahead drives nothing out of the page cache
+            self._has_room, self._window_bytes = has_room, None
         if ahead is None:
             self._next.ask(())
         super()._look_ahead(ahead, further)

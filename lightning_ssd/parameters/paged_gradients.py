@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.common.dtensor import ShardedParameter, local_of
+from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import Region, TensorSpec, holders
 from lightning_ssd.errors import StorageError
@@ -95,7 +95,10 @@ class PagedGradients:
                 self._let_stay(id(parameter))
         if self._freed is not None:
             self._freed.expect(self._files.used_bytes + nbytes + self._to_come_bytes(waiting))
-        new, new_shards = [p for p in whole if not self._has_hook(p)], [s for s in shards if not self._is_told(s)]
+        known = {id(hooks.parameter) for hooks in self._hooks.values()}
+        told = [reduction.module for reduction in self._reductions]
+        new = [p for p in whole if id(p) not in known]
+        new_shards = [s for s in shards if all(s.group.group is not one for one in told)]
         sizes = [p.nbytes for p in new] + [local_of(s.parameter).nbytes + VECTOR_BYTES for s in new_shards]
         self._files.check_room(sizes, changes=True)
         for parameter in new:
@@ -124,13 +127,6 @@ class PagedGradients:
             self._hooks.pop(key).remove()
             if key in self._memory:
                 self._retired.append(self._memory.pop(key))
-
-    def _has_hook(self, parameter: torch.Tensor) -> bool:
-        hooks = self._hooks.get(id(parameter))
-        return hooks is not None and hooks.parameter is parameter
-
-    def _is_told(self, shard: ShardedParameter) -> bool:
-        return any(reduction.module is shard.group.group for reduction in self._reductions)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         return is_plain(tensor) and tensor.nbytes >= self._min_nbytes

@@ -47,16 +47,13 @@ class PagedParameters:
         return None if self.weights is None else self.weights.pager
 
     def streamed_init(self) -> AbstractContextManager[None]:
-        """Around the building of a model; see :meth:`PagedWeights.streamed_init`."""
         return nullcontext() if self.weights is None else self.weights.streamed_init()
 
     def move_in(self, module: nn.Module) -> None:
-        """Before a module is moved to a device; see :meth:`PagedWeights.move_in`."""
         if self.weights is not None:
             self.weights.move_in(module)
 
     def host_copies(self) -> AbstractContextManager[None]:
-        """Around ``state_dict()``; see :meth:`PagedWeights.host_copies`."""
         return nullcontext() if self.weights is None else self.weights.host_copies()
 
     def register_module(self, module: nn.Module) -> None:
@@ -72,7 +69,6 @@ class PagedParameters:
             self.weights.tell()
 
     def will_be_updated(self, optimizer: Optimizer) -> None:
-        """An optimizer enters :meth:`updating` for each update of its parameters."""
         if self.weights is not None:
             self.weights.will_be_updated(optimizer)
 
@@ -153,6 +149,5 @@ class PagedParameters:
         return stats + self.gradients.stats if isinstance(self.gradients, DeviceGradients) else stats
 
     def reset_peak(self) -> None:
-        """Start the peak anew at what is in memory now."""
         if self.weights is not None:
             self.weights.reset_peak()

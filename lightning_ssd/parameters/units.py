@@ -10,6 +10,7 @@ from itertools import repeat
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ssd.common.dtensor import ShardedGroup, ShardedParameter, local_of, sharded_of
 from lightning_ssd.common.sent_storages import is_in_other_processes
@@ -20,7 +21,16 @@ from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.pager import Place
 from lightning_ssd.recompute.block_discovery import belongs_to_compiler, find_blocks
 
-__all__ = ["SharedWeights", "is_plain", "owners", "sharded_by_name", "shared_weights", "weights_of", "why_it_stays"]
+__all__ = [
+    "SharedWeights",
+    "is_held_in_c",
+    "is_plain",
+    "owners",
+    "sharded_by_name",
+    "shared_weights",
+    "weights_of",
+    "why_it_stays",
+]
 
 
 @dataclass(slots=True)
@@ -135,27 +145,26 @@ def why_it_stays(weights: SharedWeights) -> str | None:
     others = holders(weights.storage) - len(weights.tensors)
     if others:
         return f"something else holds its memory ({others} {'tensor' if others == 1 else 'tensors'})"
-    if any(map(_is_held_in_c, weights.tensors, repeat(weights.tensors))):
+    if any(map(is_held_in_c, weights.tensors, repeat(weights.tensors))):
         return "something outside of Python holds it (an array by DLPack, or a graph that has not been used yet)"
     if sys.getrefcount(weights.storage) > _references_of_one():
         return "something else holds its storage object"
     return None
 
 
-def _is_held_in_c(tensor: torch.Tensor, known: Iterable[torch.Tensor]) -> bool:
+def is_held_in_c(tensor: torch.Tensor, known: Iterable[torch.Tensor] = ()) -> bool:
     """Whether code that is not Python holds a tensor, besides known ones that are views of it.
 
     A graph whose backward is over may live on with its loss. Where its gradients went to (``AccumulateGrad``) holds the
     parameter, and looks at no bytes: of this there is one at most, which is made here if there is none, and so counted.
     What was made in inference mode is in no graph.
     """
-    num_known = 1 + sum(other._base is tensor for other in known)
-    accumulator = None
-    if tensor.requires_grad and not tensor.is_inference():
-        with torch.inference_mode(False):  # there, nothing has an accumulator
-            accumulator = torch.autograd.graph.get_gradient_edge(tensor).node
-    num_known += accumulator is not None and tensor.is_leaf
-    return tensor._use_count() > num_known  # type: ignore[attr-defined,no-any-return]  # in no stub
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
+        num_known = 1 + sum(other._base is tensor for other in known)
+        is_counted = tensor.requires_grad and not tensor.is_inference()
+        accumulator = torch.autograd.graph.get_gradient_edge(tensor).node if is_counted else None
+        num_known += accumulator is not None and tensor.is_leaf
+        return tensor._use_count() > num_known  # type: ignore[attr-defined,no-any-return]  # in no stub
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_ssd import Offloader, OffloadPolicy
 from lightning_ssd.errors import OutOfSpaceError, StorageError
-from lightning_ssd.parameters.files import mapped_storage, weight_files, write_back
+from lightning_ssd.parameters.files import mapped_storage, weight_files
 from lightning_ssd.planning import update_memory
 from tests.support.offloaders import offloaders
 from tests.support.pairs import pairwise
@@ -308,7 +308,7 @@ def test_what_the_drive_has_lost_ends_training(
     opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = Loop(opened())
-    monkeypatch.setattr(write_back, "_sync_file_range", lambda *_: -1)
+    monkeypatch.setattr(mapped_storage, "_sync_file_range", lambda *_: -1)
     with pytest.raises(StorageError, match="weights or gradients that were changed could not be written"):
         loop.run(200)  # a thread looks, which a busy machine may keep from it for some steps
 

@@ -173,7 +173,7 @@ def test_what_was_updated_is_written_at_once_where_memory_is_short(
 ) -> None:
     """And nothing else: neither its gradient nor the rest of the weight."""
     begun: list[tuple[int, int]] = []
-    monkeypatch.setattr(mapped_storage, "begin_writing", lambda fd, offset, nbytes: begun.append((offset, nbytes)))
+    monkeypatch.setattr(mapped_storage, "_begin_writing", lambda fd, offset, nbytes: begun.append((offset, nbytes)))
     room = Room(is_enough=is_enough)
     pages = UpdatePages(files, room)
     piece = Piece(parameters[1], NUMEL // 4, NUMEL // 2)

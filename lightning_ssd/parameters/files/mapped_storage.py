@@ -20,12 +20,14 @@ from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import Region, StorageKey, storage_of
 from lightning_ssd.errors import StorageError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
-from lightning_ssd.memory.mmap import PAGE_BYTES
-from lightning_ssd.parameters.files.write_back import begin_writing
+from lightning_ssd.memory.mmap import PAGE_BYTES, libc
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.spill_file import Arena, Extent
 
-__all__ = ["FiledStorage", "MappedStorage", "filed_storage", "is_mapped", "unreadable"]
+__all__ = ["FiledStorage", "MappedStorage", "filed_storage", "is_mapped", "unreadable", "write_refusal"]
+
+_WAIT_BEFORE, _WRITE = 1, 2  # SYNC_FILE_RANGE_WAIT_BEFORE and SYNC_FILE_RANGE_WRITE
+_sync_file_range: Callable[..., int] | None = getattr(libc, "sync_file_range", None)
 
 _mapped: dict[int, tuple[StorageKey, weakref.ref[MappedStorage]]] = {}
 """All that there are in this process, open or not, by the address of their storages."""
@@ -204,7 +206,7 @@ class FiledStorage(MappedStorage):
         first, length = self._pages(start, nbytes)
         if not self._is_private:
             with self._arena.use() as fd:
-                begin_writing(fd, self._extent.offset + first, length)
+                _begin_writing(fd, self._extent.offset + first, length)
 
     def make_private(self) -> None:
         """Where the system allows no more private memory, it stays as it is, which is as good, but for a fork."""
@@ -243,7 +245,7 @@ class FiledStorage(MappedStorage):
                 else:
                     with again:
                         _write_all(again.fileno(), region, self._extent.offset + self.start)
-                begin_writing(direct, self._extent.offset, self._extent.nbytes)
+                _begin_writing(direct, self._extent.offset, self._extent.nbytes)
             except OSError as error:
                 what = f"a weight or gradient could not be written to {self._arena.path}"
                 raise as_storage_error(error, what) from error
@@ -292,6 +294,26 @@ def filed_storage(tensor: torch.Tensor) -> FiledStorage | None:
         return None
     found = None if entry is None else entry[1]()
     return found if isinstance(found, FiledStorage) else None
+
+
+def _begin_writing(fd: int, offset: int, nbytes: int) -> None:
+    """Have the system begin to write a part of a file; does not wait for the end.
+
+    A hint: what the drive refuses is told where it is waited for (:func:`write_refusal`, ``fdatasync``).
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE)
+
+
+def write_refusal(fd: int) -> OSError | None:
+    """Wait for what is being written of a file now, and return what the drive has refused since the last call.
+
+    ``None`` also where the system cannot be asked (musl's C library).
+    """
+    if _sync_file_range is None:
+        return None
+    failed = _sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), _WAIT_BEFORE)
+    return OSError(ctypes.get_errno(), "") if failed else None
 
 
 def unreadable(names: Sequence[str], nbytes: int, error: OSError) -> StorageError:

@@ -22,8 +22,7 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import VECTOR_BYTES
-from lightning_ssd.parameters.files.mapped_storage import FiledStorage, MappedStorage
-from lightning_ssd.parameters.files.write_back import write_refusal
+from lightning_ssd.parameters.files.mapped_storage import FiledStorage, MappedStorage, write_refusal
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 

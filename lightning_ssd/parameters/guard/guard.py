@@ -126,6 +126,9 @@ class Door(Protocol):
     def will_train(self, tensor: torch.Tensor) -> None:
         """A weight is trained from now on. Where trained ones do not wait it comes back for good."""
 
+    def follow_stream(self) -> None:
+        """The current stream may use weights that are in use, too."""
+
     def will_be_array(self, tensor: torch.Tensor) -> None:
         """Bring it back for good: the program may go to its memory for ever, without a sign."""
 

@@ -30,14 +30,14 @@ import importlib
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_ssd.common.sent_storages import noting_sent, sending_is_noted
 from lightning_ssd.common.tensors import PLAIN_TYPES
-from lightning_ssd.parameters.guard.guard import GUARDED_OF, door_of, is_guarded, using
+from lightning_ssd.parameters.guard.guard import GUARDED_OF, Door, door_of, is_guarded, using
 
 __all__ = ["guard_patches", "may_hold_weights"]
 
@@ -66,32 +66,25 @@ _WRAPPERS = {
 """Functions in C that transforms begin with."""
 
 
-class FollowsStreams(Protocol):
-    """Who has weights in use."""
-
-    def follow_stream(self) -> None:
-        """The current stream may use them, too."""
-
-
 class _GuardPatches:
     """Holds the patches of this process."""
 
     def __init__(self) -> None:
         # Guards users and what stands in. A leaf lock.
         self._lock = threading.Lock()
-        self._users: tuple[FollowsStreams, ...] = ()
+        self._users: tuple[Door, ...] = ()
         self._put_back: list[Callable[[], None]] = []
         self.num_hooks = 0
         """How often hooks were entered that may hold a saved weight itself."""
 
-    def add_user(self, user: FollowsStreams) -> None:
+    def add_user(self, user: Door) -> None:
         """Add a user, who has weights that wait."""
         with self._lock:
             self._users = (*self._users, user)
             if len(self._users) == 1:
                 self._begin()
 
-    def remove_user(self, user: FollowsStreams) -> None:
+    def remove_user(self, user: Door) -> None:
         """Remove what :meth:`add_user` has added."""
         with self._lock:
             self._users = tuple(other for other in self._users if other is not user)
