@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -26,12 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from lightning_ssd.cli.model_size import model_size
 from lightning_ssd.cli.output import CommandError
 from lightning_ssd.common.compiler import uncompiled
 from lightning_ssd.common.tensors import StorageKey
+from lightning_ssd.parameters.pager import Place
+from lightning_ssd.parameters.units import SharedWeights, owners
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.planning.what_fits import ModelSize
+from lightning_ssd.planning.what_fits import NUM_STATES, ModelSize, UnitSize
 from lightning_ssd.recompute.block_discovery import find_blocks
 from lightning_ssd.scheduling.recorder import Recorder
 
@@ -101,7 +102,7 @@ def trace_model(
                     trace=_scaled(trace, run.clock.share),
                     flops=run.clock.flops,
                     num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-                    size=model_size(model, min_tensor_nbytes),
+                    size=_model_size(model, min_tensor_nbytes),
                 )
             raise max(errors, key=lambda error: len(list(traceback.walk_tb(error.__traceback__))))  # it got furthest
     except CommandError:
@@ -432,3 +433,29 @@ def _attention_flops(func: Any, args: Any) -> int:
     is_backward = "backward" in str(func)
     count: Any = sdpa_backward_flop_count if is_backward else sdpa_flop_count
     return int(count(*(tensor.shape for tensor in args[: 4 if is_backward else 3])))
+
+
+def _model_size(model: nn.Module, min_tensor_nbytes: int) -> ModelSize:
+    """Return sizes in the units of training; the tensors may be fake. Weights that share memory count once."""
+    found: dict[int, SharedWeights] = {}
+    for name, parameter in model.named_parameters():
+        storage = parameter.untyped_storage()
+        weights = found.setdefault(storage._cdata, SharedWeights(storage))
+        weights.names.append(name)
+        weights.parameters.append(parameter)
+    large = {w.names[0]: w for w in found.values() if w.storage.nbytes() >= min_tensor_nbytes}
+    units: dict[Place, list[SharedWeights]] = {}
+    for name, place in owners(model, large.values()).items():
+        units.setdefault(place, []).append(large[name])
+    return ModelSize(
+        units=tuple(map(_unit_size, units.values())),
+        staying=_unit_size([w for w in found.values() if w.storage.nbytes() < min_tensor_nbytes]),
+        state_bytes=NUM_STATES * sum(w.trained_bytes for w in found.values()),
+    )
+
+
+def _unit_size(members: Sequence[SharedWeights]) -> UnitSize:
+    return UnitSize(
+        weight_bytes=sum(w.storage.nbytes() for w in members),
+        trained_bytes=sum(min(w.trained_bytes, w.storage.nbytes()) for w in members),
+    )

@@ -26,7 +26,7 @@ from lightning_ssd.optimizer.checkpoint.gather import TensorSpool, full_nbytes, 
 from lightning_ssd.optimizer.checkpoint.loading import load_states
 from lightning_ssd.optimizer.checkpoint.state_dict import saved_states
 from lightning_ssd.optimizer.live_states import LiveStates
-from lightning_ssd.optimizer.paged_states import PagedStates, Updating
+from lightning_ssd.optimizer.paged_states import PagedStates, Updating, nothing
 from lightning_ssd.optimizer.step.contract import (
     is_known,
     refuse_by_kind,
@@ -79,7 +79,7 @@ class OffloadedOptimizer(Optimizer):
         master_weights: bool = False,
         declared: Collection[str] = (),
         events: EventLog | None = None,
-        updating: Updating | None = None,
+        updating: Updating = nothing,
     ) -> None:
         # Not Optimizer.__init__: groups, defaults and hooks are those of the inner optimizer.
         if isinstance(optimizer, OffloadedOptimizer):
@@ -97,7 +97,7 @@ class OffloadedOptimizer(Optimizer):
             files,
             master_weights=master_weights,
             events=events,
-            **({} if updating is None else {"updating": updating}),
+            updating=updating,
         )
         self._live = LiveStates(self._states)
         self._num_steps = 0

@@ -34,7 +34,7 @@ from lightning_ssd.planning import update_memory
 from lightning_ssd.telemetry.events import EventLog, StallEvent
 from lightning_ssd.telemetry.stats import OptimizerStats
 
-__all__ = ["PagedStates", "Updating", "Visit"]
+__all__ = ["PagedStates", "Updating", "Visit", "nothing"]
 
 _MAX_MOVES = 4
 
@@ -42,7 +42,7 @@ Groups = Sequence[Mapping[str, Any]]
 Updating = Callable[[Sequence[Piece], Sequence[Piece]], contextlib.AbstractContextManager[None]]
 
 
-def _nothing(now: Sequence[Piece], following: Sequence[Piece]) -> contextlib.AbstractContextManager[None]:
+def nothing(now: Sequence[Piece], following: Sequence[Piece]) -> contextlib.AbstractContextManager[None]:
     """Do nothing around an update, because all parameters are in memory."""
     return contextlib.nullcontext()
 
@@ -74,7 +74,7 @@ class PagedStates:
         *,
         master_weights: bool,
         events: EventLog | None,
-        updating: Updating = _nothing,
+        updating: Updating,
     ) -> None:
         self._updating = updating
         self._inner_step = inner_step

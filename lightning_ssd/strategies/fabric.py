@@ -68,19 +68,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     Args:
         policy: says what is offloaded; default: ``OffloadPolicy()``.
         hardware: says where to; default: ``$LIGHTNING_SSD_PATHS``, else the current directory.
-        accelerator: set by Fabric; CPU and CUDA are supported, others where Lightning provides them.
-        parallel_devices: set by Fabric.
-        cluster_environment: how processes find each other; default: detected.
-        checkpoint_io: writes and reads checkpoints, which are ordinary ones; default: Lightning's.
-        precision: set by Fabric.
-        process_group_backend: "nccl", "gloo"; default: by device. This and the following are for several processes.
-        timeout: timeout of the process group; default: the backend's own.
-        start_method: "popen" runs the script again for each process; "fork" also works in notebooks.
-        find_unused_parameters: argument of ``DistributedDataParallel``, as are the following.
-        static_graph: the graph is the same in every step.
-        gradient_as_bucket_view: gradients live in the all-reduce buckets, which saves one copy of them.
-        broadcast_buffers: rank zero's buffers overwrite the others' before each forward; default: PyTorch's.
-        bucket_cap_mb: size of the all-reduce buckets in MiB; default: PyTorch's.
+        precision: set by Fabric. Others are those of :class:`~lightning_ssd.strategies.ssd_offload.SSDOffloadStrategy`.
     """
 
     strategy_name = "ssd_offload"
