@@ -49,7 +49,6 @@ class ModelTrace:
     flops: int
     """Floating-point operations of forward and backward."""
     num_trained: int
-    """Trained parameters."""
     size: ModelSize
 
 

@@ -91,7 +91,6 @@ class LiveStates(MutableMapping[Any, Any]):
         return self[key] if key in self else default  # noqa: SIM401
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Remove a state and return it, as ``dict.pop`` does."""
         if key not in self:
             return {}.pop(key, *default)
         value = self[key]
@@ -99,7 +98,6 @@ class LiveStates(MutableMapping[Any, Any]):
         return value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return a state; set it to ``default`` if there is none, as ``dict.setdefault`` does."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -109,7 +107,6 @@ class LiveStates(MutableMapping[Any, Any]):
         return defaultdict(dict, self.items())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a plain ``defaultdict`` with all states."""
         return defaultdict, (dict,), None, None, iter(self.items())
 
     def __repr__(self) -> str:
@@ -156,7 +153,6 @@ class LiveStates(MutableMapping[Any, Any]):
         return not any((is_cut or moves(state[key], device)) and is_held(state, key) for key in tensors)
 
     def take_over(self, states: Mapping[Any, Any]) -> None:
-        """Replace all states by others."""
         self.clear()
         self._states.lent.update(states)
         self.put_in_order(states)

@@ -144,7 +144,6 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The ``param_groups`` of the inner optimizer."""
         return self.inner.param_groups
 
     @param_groups.setter
@@ -153,7 +152,6 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The ``defaults`` of the inner optimizer."""
         return self.inner.defaults
 
     @property  # type: ignore[override]
@@ -202,11 +200,9 @@ class OffloadedOptimizer(Optimizer):
         raise TypeError("an OffloadedOptimizer cannot be pickled or copied: its states are in files; use state_dict()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Call the inner optimizer's ``zero_grad``."""
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, whose states are offloaded, too."""
         self._check_open()
         self._check_between_steps("add_param_group()")
         self.inner.add_param_group(param_group)

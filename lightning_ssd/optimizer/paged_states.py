@@ -52,7 +52,6 @@ class Visit:
     """The parts of one subgroup that a step updates."""
 
     index: int
-    """Number of the subgroup."""
     active: tuple[tuple[int, Part], ...]
     """The subgroup's parts that have a gradient, each with its number in the subgroup."""
     groups: tuple[int, ...]
@@ -80,7 +79,6 @@ class PagedStates:
         self._inner_step = inner_step
         self._events = events
         self.files = files
-        """Files for the states."""
         self.lent: dict[Any, State] = {}
         """States that are in memory, by parameter. Their copies on drives are outdated. States that all parameters
         share are under keys that are no parameters."""
@@ -92,7 +90,6 @@ class PagedStates:
         """Whether this package knows that the optimizer updates each parameter by itself; else the user declared it."""
         self._is_elementwise = is_elementwise(optimizer)
         self.master_weights = master_weights
-        """Whether half-precision parameters have float32 copies."""
         self._trials = UpdateProbe(
             inner_step,
             optimizer,
@@ -108,7 +105,6 @@ class PagedStates:
             block_bytes=files.block_bytes,
             host=files.host,
         )
-        """Where the subgroups are."""
         self._update_s = 0.0
         self._has_updated = False
         self._slot_bytes = 0
@@ -122,12 +118,10 @@ class PagedStates:
         return {key: value for key, value in self.lent.items() if not isinstance(key, torch.Tensor)}
 
     def has_master(self, parameter: torch.Tensor) -> bool:
-        """Return whether the parameter gets a float32 copy."""
         return self.master_weights and has_master(parameter)
 
     @property
     def device(self) -> torch.device:
-        """Device on which states are updated."""
         return self.files.device
 
     def _subgroup_bytes(self, groups: Groups) -> int:
@@ -495,7 +489,6 @@ class PagedStates:
         )
 
     def close(self) -> None:
-        """End moves and threads, close the files, and free the memory."""
         try:
             self.files.close()
         finally:

@@ -207,7 +207,6 @@ class GradientPager(DevicePager):
         self._hooks[id(parameter)] = ParameterHooks(parameter, handles)
 
     def knows(self, parameter: torch.Tensor) -> bool:
-        """Whether its gradients wait already."""
         return self.parameter(id(parameter)) is parameter
 
     def parameter(self, number: int) -> torch.Tensor | None:

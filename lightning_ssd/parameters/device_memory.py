@@ -91,7 +91,6 @@ class DeviceMemory:
 
     @property
     def is_trained(self) -> bool:
-        """Whether one of them is."""
         with torch._C.DisableTorchFunctionSubclass():
             return any(tensor.requires_grad for tensor in self.tensors)
 
@@ -132,7 +131,6 @@ class DeviceMemory:
             self._arrived.synchronize()
 
     def end_use(self) -> None:
-        """End what :meth:`begin_use` began."""
         self.num_users = max(self.num_users - 1, 0)
         if self._kept is not None and len(self.tensors) == len(self._tensors):
             self._kept = None  # no parameter has got another storage

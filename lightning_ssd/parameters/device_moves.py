@@ -48,7 +48,6 @@ class DeviceMoves(Pager[DeviceMemory]):
             self._await(unit)
 
     def _await(self, unit: Unit[DeviceMemory]) -> None:
-        """Block until a unit is here."""
         try:
             with self._lock:
                 latch = self._request(unit)

@@ -247,7 +247,6 @@ class DevicePager(DeviceMoves):
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """Guards the memory of all weights."""
         return self._lock
 
     def bring_back_all(self) -> None:
@@ -355,7 +354,6 @@ class SavedDeviceWeight:
         self._origin = Origin.of(tensor)
 
     def tensor(self) -> torch.Tensor:
-        """The saved tensor."""
         if self._probe.version != self._probe.saved:
             description = self._spec.dtype, self._device, self._spec.size
             raise inplace_error(description, self._origin, version=self._probe.version, expected=self._probe.saved)

@@ -393,7 +393,6 @@ class PagedWeights(ABC, Generic[Memory]):
         """Bytes written, and size of the files."""
 
     def reset_peak(self) -> None:
-        """Start the peak anew at what is in memory now."""
         self.pager.resident_peak_bytes = self.pager.resident_bytes
 
     def _remove_windows(self) -> None:

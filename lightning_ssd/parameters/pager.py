@@ -146,7 +146,6 @@ class Pager(ABC, Generic[Memory]):
                 before.weights.remove(weight)
 
     def find_unit(self, place: Place) -> Unit[Memory] | None:
-        """The unit of a place."""
         found = self._by_place.get(_key(place))
         return found if found is not None and found.user() is place[1] else None
 
@@ -155,18 +154,15 @@ class Pager(ABC, Generic[Memory]):
         return None
 
     def find(self, storage: torch.UntypedStorage) -> Weight[Memory] | None:
-        """The weight that lies in a storage."""
         unit = self.by_storage.get(storage._cdata)
         found = () if unit is None else tuple(unit.weights)
         return next((weight for weight in found if weight.memory.key.cdata == storage._cdata), None)
 
     def waits(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is one of the weights."""
         return _cdata(parameter) in self.by_storage
 
     @property
     def weights(self) -> list[Weight[Memory]]:
-        """All."""
         return [weight for unit in list(self.units) for weight in list(unit.weights)]
 
     @property
@@ -392,7 +388,6 @@ class Pager(ABC, Generic[Memory]):
         self._count(unit.resident_bytes)
 
     def _count(self, nbytes: int) -> None:
-        """So many bytes more are in memory."""
         self.resident_bytes += nbytes
         self.resident_peak_bytes = max(self.resident_peak_bytes, self.resident_bytes)
 

@@ -20,7 +20,6 @@ class ParameterHooks:
 
     @property
     def parameter(self) -> torch.Tensor | None:
-        """``None``: it is gone."""
         return self._parameter()
 
     def remove(self) -> None:

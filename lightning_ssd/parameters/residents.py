@@ -78,16 +78,13 @@ class MovableWeights:
     """Weights in one storage that could wait. Holds none of their memory."""
 
     name: str
-    """The first one."""
     place: Place
     """The unit that they are brought in with."""
     is_frozen: bool
     trained_bytes: int
-    """Bytes of those that are trained."""
     nbytes: int
     """Bytes of the storage, also while its memory is away."""
     waits: bool
-    """Whether they do now."""
     is_held: bool
     """Whether a :class:`~lightning_ssd.memory.gauge.Gauge` counts them as held."""
     comes_ahead: bool
@@ -135,16 +132,13 @@ class Residents:
 
     @property
     def kept_bytes(self) -> int:
-        """Weights that could wait and stay, since there is room."""
         return sum(decision.kept_bytes for _, decision in self._alive())
 
     @property
     def modules(self) -> list[nn.Module]:
-        """On which it was decided, and that there still are."""
         return [module for module, _ in self._alive()]
 
     def _alive(self) -> list[tuple[nn.Module, _Decision]]:
-        """Modules that there still are, with what was decided on them."""
         held = [(reference(), decision) for reference, decision in self._decisions.values()]
         return [(module, decision) for module, decision in held if module is not None]
 

@@ -50,7 +50,6 @@ class SharedWeights:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether none of them is trained."""
         return not any(parameter.requires_grad for parameter in self.parameters)
 
     @property

@@ -32,7 +32,6 @@ class _UnitPatch(MethodPatch):
         super().__init__(module, name, label=label)
 
     def _use(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method, and tell before and after it."""
         unit = self.unit
         try:
             self._pager.enter(unit)

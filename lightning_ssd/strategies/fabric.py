@@ -132,7 +132,6 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     @property
     def stats(self) -> OffloadStats:
-        """Counters of this process."""
         return OffloadStats() if self.offloader is None else self.offloader.stats
 
     def _opened(self) -> Offloader:
@@ -191,7 +190,6 @@ class SSDOffloadFabricStrategy(DDPStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one process."""
         return self.num_nodes * self.num_processes > 1
 
     @override

@@ -146,7 +146,6 @@ class FitSession(OffloadSession):
         self.is_set_up = False
         """Whether it is between the end of ``setup`` and ``teardown``."""
         self.num_borders = 0
-        """Number of backwards that have ended."""
         self._trainer = trainer
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._size_finders = [callback for callback in callbacks if isinstance(callback, BatchSizeFinder)]
@@ -171,7 +170,6 @@ class FitSession(OffloadSession):
             raise as_out_of_memory(error) from error
 
     def end_backward(self) -> None:
-        """End a backward of the offloader."""
         with self.translated():
             self.offloader.end_backward()
             if self._is_trying_a_size:

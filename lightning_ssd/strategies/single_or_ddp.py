@@ -43,14 +43,12 @@ class WithModule(ParallelStrategy):
 
     @property
     def module(self) -> pl.LightningModule:
-        """The LightningModule without wrappers."""
         if self.lightning_module is None:
             raise RuntimeError(f"{type(self).__name__} has no LightningModule yet; it gets one from Trainer.fit")
         return self.lightning_module
 
     @property
     def num_processes(self) -> int:
-        """Number of processes on this node."""
         return len(self.parallel_devices or ())
 
     @property

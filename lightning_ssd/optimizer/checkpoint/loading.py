@@ -96,7 +96,6 @@ class _Loading:
     """Float32 tensors in the place of parameters with float32 copies: a load casts a state to its parameter's type."""
 
     def run(self) -> None:
-        """Load the states."""
         optimizer, states = self.optimizer, self.saved["state"]
         optimizer.load_state_dict({**self.saved, "state": {}})
         ids = chain.from_iterable(group["params"] for group in self.saved["param_groups"])

@@ -82,7 +82,6 @@ class UpdateProbe:
         return self._is_elementwise and parameter.dtype.is_floating_point
 
     def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
-        """Return the type in which a parameter is updated."""
         return torch.float32 if self._has_master(parameter) else parameter.dtype
 
     def _try_size(self, parameter: torch.Tensor, group: int) -> int:

@@ -49,9 +49,7 @@ class Field:
     """The place of one state tensor."""
 
     part: int
-    """Number of the subgroup's part that it belongs to."""
     key: Hashable
-    """Its name in the part's state."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]

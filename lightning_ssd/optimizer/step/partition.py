@@ -41,12 +41,10 @@ class Subgroup:
 
     @property
     def layout(self) -> Layout | None:
-        """Layout of the moved tensors; ``None``: there are none."""
         return self.contents.layout
 
     @property
     def templates(self) -> Sequence[State]:
-        """State of each part, with a mark in the place of each moved tensor."""
         return self.contents.templates
 
     def forget(self, number: int) -> None:
@@ -62,7 +60,6 @@ class Subgroup:
         self.contents = Contents(None, self.contents.templates)
 
     def field(self, number: int, key: Hashable) -> Field:
-        """Return the place of a moved tensor."""
         fields = () if self.layout is None else self.layout.fields
         return next(field for field in fields if field.part == number and field.key == key)
 
@@ -150,12 +147,10 @@ class Partition:
                 subgroup.expected_bytes = 0
 
     def memory_of(self, number: int) -> tuple[list[Span], tuple[int, ...]]:
-        """Return the memory and the strides of a parameter."""
         parameter = self.parameters[number]
         return spans_of(parameter), local_of(parameter).stride() if parameter.layout == torch.strided else ()
 
     def is_whole(self, part: Part) -> bool:
-        """Return whether the part is a whole parameter."""
         return len(self.places[part.parameter]) == 1
 
     def slice_of(self, part: Part) -> torch.Tensor:
@@ -246,7 +241,6 @@ def _cut(value: Any, shape: tuple[int, ...], part: Part) -> Any:
 
 
 def _own(value: Any) -> Any:
-    """Copy a number."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -106,7 +106,6 @@ class WholeStep:
 
     @property
     def result(self) -> Any:
-        """The result of the calls."""
         return self._returned[0]
 
     def _put_back(self) -> None:
@@ -164,7 +163,6 @@ class SubgroupStepper:
         return without_hooks(kind.step) is self._step
 
     def call(self, *closure: Callable[[], Any]) -> Any:
-        """Call the step of the optimizer's class."""
         own = vars(self._optimizer)
         has_hooks = own.get(_PRE_HOOKS) or own.get("_optimizer_step_post_hooks")
         if _PRE_HOOKS not in own or not (has_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks):

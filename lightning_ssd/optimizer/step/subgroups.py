@@ -21,9 +21,7 @@ class Part(NamedTuple):
     """A range of one parameter, in elements of its flat form."""
 
     parameter: int
-    """Index of the parameter."""
     start: int
-    """First element."""
     stop: int
     """One after the last element."""
 

@@ -34,7 +34,6 @@ class CacheReader:
             self._has_ended.open()
 
     def ask(self, reads: Sequence[Read]) -> None:
-        """Read these, one after the other, and nothing that was asked for before."""
         if not self._has_ended.is_open:
             self._requests.put(reads)
 

@@ -145,7 +145,6 @@ class FiledStorage(MappedStorage):
         self._sharing = threading.RLock()
 
     def lies_in(self, arenas: Sequence[Arena]) -> bool:
-        """Whether one of these has its file."""
         return any(arena is self._arena for arena in arenas)
 
     def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
@@ -170,7 +169,6 @@ class FiledStorage(MappedStorage):
                 view.bring_in_again(0, self._shown_bytes)
 
     def read_part(self, start: int, nbytes: int, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
-        """As :meth:`read`, of some bytes and the rest of their pages."""
         first, length = self._pages(start, nbytes)
         if not self._is_private:
             with self._arena.use() as fd:
@@ -195,7 +193,6 @@ class FiledStorage(MappedStorage):
             view.bring_in(*self._pages(start, nbytes), changes=changes)
 
     def send_out_part(self, start: int, nbytes: int) -> None:
-        """As :meth:`send_out`, of some bytes and the rest of their pages."""
         self._send_out(*self._pages(start, nbytes))
 
     def begin_writing_part(self, start: int, nbytes: int) -> None:

@@ -44,10 +44,8 @@ class SourceFile:
         self.fd = fd
         self.path = path
         self.error: StorageError | None = None
-        """Error of a weight in it."""
         self.has_told = False
         self.num_users = 0
-        """Weights that wait in it."""
         self.is_left = False
         """Whether the last of them has gone."""
         self._state = _State.of(fd)
@@ -87,7 +85,6 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, fd: int) -> _State:
-        """Return those of an open file."""
         found = os.fstat(fd)
         return cls((found.st_size, found.st_mtime_ns), found.st_ctime_ns, found.st_nlink)
 

@@ -89,7 +89,6 @@ class UpdatePages:
                     raise unreadable(["or gradient that is updated"], run.memory.nbytes, refusal) from refusal
 
     def close(self) -> None:
-        """Nothing is read any more. Idempotent."""
         self._weights.close()
         self._gradients.close()
 

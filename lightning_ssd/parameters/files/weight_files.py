@@ -170,7 +170,6 @@ class WeightFiles:
         return arena, arena.allocate(self._padded(nbytes))
 
     def is_still(self, storage: MappedStorage) -> bool:
-        """Whether it lies where what is frozen does."""
         return isinstance(storage, FiledStorage) and storage.lies_in(self._still.arenas)
 
     @property
@@ -222,12 +221,10 @@ class WeightFiles:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that wait in them."""
         return sum(arena.used_bytes for arena in self._arenas)
 
     @property
     def disk_bytes(self) -> int:
-        """Size of the files."""
         return sum(arena.size_bytes for arena in self._arenas)
 
     def close(self) -> None:

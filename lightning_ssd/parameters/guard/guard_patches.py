@@ -78,14 +78,12 @@ class _GuardPatches:
         """How often hooks were entered that may hold a saved weight itself."""
 
     def add_user(self, user: Door) -> None:
-        """Add a user, who has weights that wait."""
         with self._lock:
             self._users = (*self._users, user)
             if len(self._users) == 1:
                 self._begin()
 
     def remove_user(self, user: Door) -> None:
-        """Remove what :meth:`add_user` has added."""
         with self._lock:
             self._users = tuple(other for other in self._users if other is not user)
             while not self._users and self._put_back:
