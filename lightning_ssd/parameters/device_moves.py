@@ -16,8 +16,7 @@ from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.parameters.device_memory import DeviceMemory
-from lightning_ssd.parameters.pager import Pager, Unit, Weight
-from lightning_ssd.parameters.use_order import Phase
+from lightning_ssd.parameters.pager import Pager, Phase, Unit, Weight
 
 __all__ = ["DeviceMoves"]
 

@@ -101,9 +101,6 @@ class PagedParameters:
     def begin_pass(self, is_alone: Callable[[], bool]) -> None:
         """A forward begins: what ``zero_grad(set_to_none=False)`` has touched leaves.
 
-        Args:
-            is_alone: whether no graph is alive, so that other weights than before may wait from now on.
-
         Raises:
             StorageError: a drive has refused changed weights or gradients, which may be lost.
         """

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -25,14 +25,16 @@ from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError, forget_frames
-from lightning_ssd.parameters.use_order import Phase, Use, UseOrder
 from lightning_ssd.planning.residency import window_bytes
 
-__all__ = ["Pager", "Place", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
+__all__ = ["Pager", "Phase", "Place", "SavedElsewhere", "Unit", "Weight", "WeightMemory"]
 
 Place = tuple[str, object | None]
 """Name of a unit, and the module whose forward uses it, or FSDP2's group that gathers it; ``None``: not known (yet), or
 not to be watched."""
+
+
+Phase = Literal["forward", "backward", "evaluation"]
 
 
 class WeightMemory(Protocol):
@@ -107,7 +109,10 @@ class Pager(ABC, Generic[Memory]):
         self._by_place: dict[object, Unit[Memory]] = {}
         self.resident_bytes = self.resident_peak_bytes = self.num_late = 0
         self.stall_s = self.stall_backward_s = 0.0
-        self._order = UseOrder()
+        # The use that came after each use the last time. One is enough where the order hardly changes: a forward ends
+        # where its backward begins, and each phase has successors of its own. A wrong guess costs time only.
+        self._after: dict[tuple[int, Phase], tuple[int, Phase]] = {}
+        self._last: tuple[int, Phase] | None = None
         self._ahead: Unit[Memory] | None = None
         self._in_backward: Unit[Memory] | None = None
         self._left: Unit[Memory] | None = None
@@ -204,7 +209,7 @@ class Pager(ABC, Generic[Memory]):
             self.wanted(unit)
             return
         self._in_backward = None
-        self._use(unit, Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
+        self._use(unit, "forward" if torch.is_grad_enabled() else "evaluation")
 
     def _refuse_fork(self, unit: Unit[Memory]) -> None:
         if os.getpid() != self._pid:
@@ -240,7 +245,7 @@ class Pager(ABC, Generic[Memory]):
         if before is not None:
             with self._lock:
                 self._send_out(before)
-        self._use(unit, Phase.BACKWARD)
+        self._use(unit, "backward")
 
     def will_be_updated(self, parameters: Iterable[torch.Tensor]) -> None:
         """An optimizer has these parameters that enters :meth:`updating` for each update."""
@@ -291,8 +296,11 @@ class Pager(ABC, Generic[Memory]):
 
     def _use(self, unit: Unit[Memory], phase: Phase) -> None:
         with self._lock:
-            following, guessed = self._order.visit(Use(unit.number, phase)), self._ahead
-            ahead = self._ahead = None if following is None else self.units[following.unit]
+            use, guessed = (unit.number, phase), self._ahead
+            if self._last is not None:
+                self._after[self._last] = use
+            self._last, following = use, self._after.get(use)
+            ahead = self._ahead = None if following is None else self.units[following[0]]
             if guessed is not None and guessed is not unit and guessed is not ahead:
                 self._send_out(guessed)  # it was not used after all
             left, self._left = self._left, None
@@ -300,8 +308,8 @@ class Pager(ABC, Generic[Memory]):
                 self._send_out(left, strays=True)
             self.num_late += self._is_late(unit, guessed)
             latch = self._request(unit)
-            further = None if following is None else self._order.after(following)
-            self._look_ahead(None if ahead is unit else ahead, None if further is None else self.units[further.unit])
+            further = None if following is None else self._after.get(following)
+            self._look_ahead(None if ahead is unit else ahead, None if further is None else self.units[further[0]])
         self._wait(unit, latch)
 
     def _is_late(self, unit: Unit[Memory], expected: Unit[Memory] | None) -> bool:

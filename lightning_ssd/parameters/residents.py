@@ -149,10 +149,6 @@ class Residents:
     def choose(self, module: nn.Module, movable: Sequence[MovableWeights]) -> frozenset[str]:
         """Decide on one module.
 
-        Args:
-            module: what is registered.
-            movable: its weights that could wait, in the order of their use.
-
         Returns:
             The first names of those that stay.
 
@@ -246,12 +242,7 @@ class Residents:
         self._has_given_up = True
 
     def spare_bytes(self, *, used_bytes: int, shown_bytes: int) -> int:
-        """A forward begins, and nothing else is under way: what it is time to reconsider with; 0: nothing.
-
-        Args:
-            used_bytes: what weights that wait may take in memory to be used.
-            shown_bytes: what they take now, of memory that shows a file.
-        """
+        """A forward begins, and nothing else is under way: what it is time to reconsider with; 0: nothing."""
         peak_bytes = None if self._has_given_up else self.steps.begin()
         if self._asked_bytes:
             spare, self._asked_bytes, self._num_asked = -self._asked_bytes, 0, 0
@@ -301,12 +292,6 @@ class Residents:
         """Whether the budget has room for what is in memory where all weights wait that can.
 
         Optimizer states are not counted: the optimizer is not known yet.
-
-        Args:
-            others_bytes: what the process holds besides these weights.
-            gradient_bytes: to come, that stay.
-            used_bytes: of weights that wait, what is in memory at a time.
-            staying_bytes: of weights that are trained and cannot wait.
         """
         budget, least = self._needs.memory_budget, others_bytes + gradient_bytes + used_bytes
         if budget is None or least <= budget:

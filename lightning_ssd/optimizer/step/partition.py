@@ -65,11 +65,7 @@ class Subgroup:
 
 
 class Partition:
-    """Parameters, their parts, and the subgroups. It only grows: existing parts keep their subgroups.
-
-    Args:
-        max_bytes: approximate limit of the states of one subgroup.
-    """
+    """Parameters, their parts, and the subgroups. It only grows: existing parts keep their subgroups."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes

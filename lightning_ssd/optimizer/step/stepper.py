@@ -72,13 +72,7 @@ class WholeStep:
         self.note("attributes", self._before, after | deleted)
 
     def note(self, place: Any, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
-        """Note the changes of one call.
-
-        Args:
-            place: "attributes", "shared states", or the number of a parameter group.
-            before: values before the call.
-            after: values after the call.
-        """
+        """Note the changes of one call."""
         own = {k: v for k, v in after.items() if k not in ("params", "param_names")}
         changed = {k: v for k, v in own.items() if k not in before or not same(before[k], v)}
         known = self._changes.setdefault(place, changed)

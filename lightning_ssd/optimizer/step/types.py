@@ -20,11 +20,7 @@ WITHIN_STEP = (
 
 
 class CoupledError(ConfigError):
-    """A call of an optimizer for some of its parameters had other effects than a plain step.
-
-    Args:
-        finding: the effect, as the beginning of a sentence.
-    """
+    """A call of an optimizer for some of its parameters had other effects than a plain step."""
 
     def __init__(self, finding: str) -> None:
         self.finding = finding

@@ -68,11 +68,7 @@ class FileMapping(NamedTuple):
 
 
 class FileSlices:
-    """All slices of one mapped file that a module's parameters and buffers lie in.
-
-    Args:
-        whole: address of the storage that shows the file. It lives as long as a slice does.
-    """
+    """All slices of one mapped file that a module's parameters and buffers lie in."""
 
     def __init__(self, whole: int) -> None:
         self._whole = whole

@@ -40,11 +40,6 @@ class _Files:
 class WeightFiles:
     """Two files in each directory, one of them for what changes; each weight lies in one of them, in turn.
 
-    Args:
-        backend: writes them. Its files have the bytes as they are.
-        directories: where.
-        first: directory that the first weight goes to.
-
     Raises:
         StorageError: a file cannot be made.
         UnsuitablePathError: a file system cannot set space aside.
@@ -77,10 +72,6 @@ class WeightFiles:
 
     def check_room(self, sizes: Sequence[int], *, changes: bool) -> None:
         """Take the space for storages of these sizes before the first one is written.
-
-        Args:
-            sizes: of all; see :meth:`size_of`.
-            changes: whether they are trained weights or gradients.
 
         Raises:
             OutOfSpaceError: there is not enough. Nothing was moved.
