@@ -234,13 +234,7 @@ class PagedStates:
             )
 
     def update(self, visits: Sequence[Visit], whole: WholeStep | None, groups: Groups) -> None:
-        """Fetch, update and flush every subgroup of a step; the last ones stay in memory.
-
-        Args:
-            visits: the subgroups, in the order of the step.
-            whole: the step of a declared optimizer; ``None``: it is a known one.
-            groups: the optimizer's groups. A declared one gets those without a gradient in its first call.
-        """
+        """Fetch, update and flush every subgroup of a step; the last ones stay in memory."""
         self.partition.align_gradients()
         order = [visit.index for visit in visits]
         here = set(self.store.in_memory())
@@ -388,9 +382,6 @@ class PagedStates:
     def read(self, parameter: torch.Tensor) -> State:
         """Return a copy of a parameter's state. Values that are never moved are the objects themselves, not copies,
         unless the parameter is cut.
-
-        Raises:
-            StorageError: it cannot be read, or was lost when the files were closed.
         """
         if (error := self.lost.get(parameter)) is not None:
             raise StorageError(

@@ -28,10 +28,6 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
 
     A copy of a lock, a generator, a module or an object that refers to a parameter would be useless. A plain
     ``state_dict()`` also returns the object itself. A tensor whose class can neither clone nor flatten it stays, too.
-
-    Args:
-        value: a state, or a value in one.
-        memo: like the memo of ``copy.deepcopy``; copies with one memo share memory as their originals do.
     """
     if id(value) in memo:
         return memo[id(value)]

@@ -155,12 +155,6 @@ def is_unchanged(before: State, after: State, device: torch.device, *, is_cut: b
     """Return whether two states are equal bit for bit, with their keys in the same order.
 
     Values that are not moved have to be the same objects, because the program may edit an equal one later.
-
-    Args:
-        before: a state.
-        after: another state.
-        device: device of the tensors that are moved.
-        is_cut: the states are those of a slice, which has copies of all values that slices share.
     """
     if list(before) != list(after):
         return False

@@ -34,10 +34,6 @@ def to_master(piece: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
 
     The tensor is the float32 copy with the converted gradient. Where the parameter differs from the rounded copy, the
     program has changed it (loaded weights, pruned it, swapped in an average). The copy takes over these elements.
-
-    Args:
-        piece: a parameter or a slice of one, with its ``grad``.
-        state: state of the piece. Tensors of the parameter's type and size are converted to float32, too.
     """
     mine = {key: _widened(value, piece) for key, value in state.items()}
     master: torch.Tensor | None = mine.pop(MASTER, None)

@@ -31,11 +31,6 @@ class WholeStep:
 
     Each call begins with the plain attributes, options and shared states from before the step. All calls have to change
     them in the same way.
-
-    Args:
-        optimizer: the user's optimizer.
-        closure: returns the result of the user's closure to each call; ``None``: the step has no closure.
-        shared: the optimizer's states under keys that are no parameters, such as a count of steps.
     """
 
     def __init__(self, optimizer: Optimizer, closure: Callable[[], Any] | None, shared: Mapping[Any, Any]) -> None:
