@@ -156,11 +156,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Any, Any]:
-        """The states, by parameter. Reading one loads it into memory, and later steps use what is written to it.
-
-        Raises:
-            RuntimeError: a signal handler reads it in the middle of a step.
-        """
+        """The states, by parameter. Reading one loads it into memory, and later steps use what is written to it."""
         self._check_between_steps("state")
         self._look_for_others()
         return self._live
@@ -346,9 +342,6 @@ class OffloadedOptimizer(Optimizer):
 
         Args:
             receive: whether this process gets the states. The other processes get an empty dictionary.
-
-        Raises:
-            RuntimeError: a step is incomplete.
         """
         parts = self.state_dict()
         if not receive:

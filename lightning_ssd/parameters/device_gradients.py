@@ -53,12 +53,7 @@ class DeviceGradients:
         guard_patches.add_user(self.pager)
 
     def register_module(self, module: nn.Module) -> None:
-        """From now on gradients of the parameters that are trained wait, as far as they may, and no others.
-
-        Raises:
-            OutOfSpaceError: the drives have no room for those that host memory has none for.
-            StorageError: a drive refuses to read one that is to stay from now on.
-        """
+        """From now on gradients of the parameters that are trained wait, as far as they may, and no others."""
         self.pager.border()
         found = {id(p): (name, p) for name, p in module.named_parameters() if self._takes(p) and p.requires_grad}
         found = {key: one for key, one in found.items() if self.waits(one[1])}

@@ -13,11 +13,7 @@ __all__ = ["MappedPager", "bring_in"]
 
 
 class MappedPager(Pager[MappedStorage]):
-    """On a CPU, where weights are parts of files: pages come and go, and a touch of one finds its bytes.
-
-    Args:
-        room: memory that may be filled; ``None``: the user has asked for less of it, or it is for weights to stay in.
-    """
+    """On a CPU, where weights are parts of files: pages come and go, and a touch of one finds its bytes."""
 
     def __init__(self, room: HostRoom | None = None) -> None:
         super().__init__()
@@ -83,11 +79,7 @@ class MappedPager(Pager[MappedStorage]):
 
 
 def bring_in(weight: Weight[MappedStorage], *, to_stay: bool = False) -> None:
-    """Block until a weight is in memory.
-
-    Raises:
-        StorageError: the drive refuses.
-    """
+    """Block until a weight is in memory."""
     try:
         if to_stay:
             weight.memory.bring_in_to_stay()

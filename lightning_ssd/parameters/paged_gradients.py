@@ -42,12 +42,6 @@ class PagedGradients:
 
     Note [whose memory]: a gradient is exchanged only if its parameter alone has it: neither the tensor nor its
     memory. The memory of one step's gradient serves the next one's, unless the program still has the old one.
-
-    Args:
-        files: where they wait.
-        min_nbytes: smaller ones stay.
-        waits: whether that of a parameter may wait, asked when its module is registered; ``None``: all may.
-        freed: told, before any waits, how much will.
     """
 
     def __init__(
@@ -76,11 +70,7 @@ class PagedGradients:
         self._lock = threading.RLock()
 
     def register_module(self, module: nn.Module) -> None:
-        """From now on gradients of the parameters that are trained wait, as far as they may, and no others.
-
-        Raises:
-            OutOfSpaceError: the drives have no room for them.
-        """
+        """From now on gradients of the parameters that are trained wait, as far as they may, and no others."""
         _counts_of_one()  # learnt now, because it needs a backward of its own
         self._forget()
         sharded = sharded_by_name(module)

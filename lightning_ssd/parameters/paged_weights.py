@@ -82,11 +82,7 @@ class PagedWeights(ABC, Generic[Memory]):
 
     @abstractmethod
     def _check_room(self, new: Sequence[SharedWeights]) -> None:
-        """Take the space for these weights.
-
-        Raises:
-            OutOfSpaceError: there is not enough.
-        """
+        """Take the space for these weights."""
 
     @abstractmethod
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
@@ -149,11 +145,7 @@ class PagedWeights(ABC, Generic[Memory]):
         return False
 
     def check(self) -> None:
-        """A backward is over.
-
-        Raises:
-            StorageError: another program has changed what weights wait in.
-        """
+        """A backward is over."""
 
     def _must_return(self, place: Place) -> bool:
         """Whether what was taken over while the model was built cannot wait in this place."""

@@ -51,11 +51,7 @@ class SavedElsewhere(Protocol):
     """A saved tensor that holds no memory."""
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, with the values that it was saved with.
-
-        Raises:
-            RuntimeError: it was edited in place since.
-        """
+        """The tensor, with the values that it was saved with."""
 
 
 Memory = TypeVar("Memory", bound=WeightMemory)
@@ -220,11 +216,7 @@ class Pager(ABC, Generic[Memory]):
             )
 
     def is_traced(self, unit: Unit[Memory]) -> None:
-        """The compiler traces a forward: what it compiles will run without us.
-
-        Raises:
-            ConfigError: the weights would not be there.
-        """
+        """The compiler traces a forward: what it compiles will run without us."""
 
     def leave(self, unit: Unit[Memory]) -> None:
         """A forward that used the unit has ended, or failed."""
@@ -365,11 +357,7 @@ class Pager(ABC, Generic[Memory]):
 
     @abstractmethod
     def _bring_in(self, unit: Unit[Memory]) -> None:
-        """In the reader: block until the weights of a unit can be used.
-
-        Raises:
-            StorageError: the drive refuses.
-        """
+        """In the reader: block until the weights of a unit can be used."""
 
     # -- the reader ----------------------------------------------------------------------------------------------
 

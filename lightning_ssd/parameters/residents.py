@@ -55,13 +55,7 @@ class Needs:
     """That states wait in."""
 
     def coming_bytes(self, trained_bytes: int, waiting_bytes: int, here_bytes: int) -> int:
-        """Gradients and states to come.
-
-        Args:
-            trained_bytes: of all weights that are trained.
-            waiting_bytes: of those whose gradients are counted with them.
-            here_bytes: gradients that there are already.
-        """
+        """Gradients and states to come."""
         states = _STATES_PER_WEIGHT * trained_bytes
         if trained_bytes and not self.keeps_states:
             states = update_bytes(states, self.num_directories) + self.state_bytes

@@ -90,14 +90,7 @@ class _State(NamedTuple):
 
 
 class SourceStorage(MappedStorage):
-    """In a file of the user's.
-
-    Args:
-        source: the file.
-        offset: in the file.
-        nbytes: of the storage.
-        verify: bytes that were read are compared with those that there are now.
-    """
+    """In a file of the user's."""
 
     def __init__(self, source: SourceFile, offset: int, nbytes: int, *, verify: bool) -> None:
         start = offset % PAGE_BYTES
@@ -178,11 +171,7 @@ class SourceStorage(MappedStorage):
 
 
 class SourceFiles:
-    """Those that weights of one offloader wait in.
-
-    Args:
-        verify: compare what was read with what there was when a weight was taken over.
-    """
+    """Those that weights of one offloader wait in."""
 
     def __init__(self, *, verify: bool = False) -> None:
         self._verify = verify

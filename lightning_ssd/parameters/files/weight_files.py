@@ -88,13 +88,7 @@ class WeightFiles:
                 ) from error
 
     def write(self, storage: torch.UntypedStorage, *, changes: bool) -> FiledStorage:
-        """Write the bytes of a storage on a CPU to a file; return memory that shows them.
-
-        Raises:
-            OutOfSpaceError: there is no room.
-            StorageError: the drive refuses.
-            MemoryError: the system cannot map so much.
-        """
+        """Write the bytes of a storage on a CPU to a file; return memory that shows them."""
         mapped = self.map_new(storage.nbytes(), storage.data_ptr() % VECTOR_BYTES, changes=changes)
         try:
             mapped.fill(Region.of(storage), waits=True)
@@ -110,17 +104,7 @@ class WeightFiles:
         return storage.nbytes() + storage.data_ptr() % VECTOR_BYTES
 
     def map_new(self, nbytes: int, start: int = 0, *, changes: bool = True) -> FiledStorage:
-        """Memory that shows a part of a file with arbitrary bytes.
-
-        Args:
-            nbytes: of the memory.
-            start: where in its pages it begins.
-            changes: whether it is for weights that are trained, or gradients.
-
-        Raises:
-            OutOfSpaceError: there is no room.
-            MemoryError: the system cannot map so much.
-        """
+        """Memory that shows a part of a file with arbitrary bytes."""
         arena, extent = self._allocate(self._changing if changes else self._still, start + nbytes)
         try:
             return FiledStorage(_shown(arena, extent), arena, extent, nbytes, start=start)
