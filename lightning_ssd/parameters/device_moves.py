@@ -32,7 +32,7 @@ class DeviceMoves(Pager[DeviceMemory]):
         self._lingering: set[Unit[DeviceMemory]] = set()
         """Units of which something could not leave when it should have."""
         self._staying: set[int] = set()
-        """Units that hooks of the program may hold until the backward is over."""
+        """Units of which the program may know an address until the backward is over."""
 
     def _hold(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
         """Bring a weight back if it is away, and begin to use it. One whose last tensor has gone needs no bytes."""

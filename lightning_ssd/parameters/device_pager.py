@@ -21,7 +21,6 @@ from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.device_moves import DeviceMoves
-from lightning_ssd.parameters.guard.guard_patches import guard_patches, may_hold_weights
 from lightning_ssd.parameters.pager import Place, Unit, Weight
 
 __all__ = ["DevicePager", "SavedDeviceWeight", "is_in_backward"]
@@ -40,7 +39,6 @@ class DevicePager(DeviceMoves):
         self._takes_trained = takes_trained
         self._updated: list[Unit[DeviceMemory]] = []
         """Units that an optimizer may go on with."""
-        self._hooks_before: dict[int, int] = {}
         self._shows_host_copies = self._has_warned = False
 
     # -- doors -----------------------------------------------------------------------------------------------------
@@ -54,10 +52,6 @@ class DevicePager(DeviceMoves):
         super().enter(unit)
         if self.is_closed:
             return
-        with self._lock:
-            self._hooks_before.setdefault(unit.number, guard_patches.num_hooks)
-            if torch.is_grad_enabled() and may_hold_weights():
-                self._staying.add(unit.number)
         for weight in list(unit.weights):
             self._hold(unit, weight)
             if self._takes_trained and torch.is_grad_enabled():
@@ -77,8 +71,6 @@ class DevicePager(DeviceMoves):
         with self._lock:
             for weight in list(unit.weights):
                 weight.memory.end_use()
-            if self._hooks_before.pop(unit.number, guard_patches.num_hooks) != guard_patches.num_hooks:
-                self._staying.add(unit.number)
         super().leave(unit)
 
     @contextmanager
@@ -91,12 +83,11 @@ class DevicePager(DeviceMoves):
         pins: bool = False,
     ) -> Iterator[None]:
         used = []
-        stays = pins or (torch.is_grad_enabled() and may_hold_weights())
         try:
             for tensor in tensors:
                 found = self._weight_of(tensor)
                 if found is not None:
-                    if stays:
+                    if pins:
                         self._staying.add(found[0].number)
                     self._hold(*found)
                     used.append(found)
@@ -208,7 +199,6 @@ class DevicePager(DeviceMoves):
             return
         with self._lock:
             self._staying.clear()
-            self._hooks_before.clear()
             self._touched.clear()
             places = [(unit, weight) for unit in list(self.units) for weight in list(unit.weights)]
             for unit, weight in places:

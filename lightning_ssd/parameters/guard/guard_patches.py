@@ -16,7 +16,7 @@ for telling:
   where a weight is;
 * setting another current stream in the forward of a unit: it has to wait for the copies of the weights, too, and their
   memory for it;
-* entering hooks for saved tensors that may hold a weight itself, where it cannot be counted;
+* entering hooks for saved tensors, which may give autograd a weight that is away;
 * sending the memory of a weight to another process, which would not see that the weight has got other memory;
 * transforms of ``torch.func``, which wrap a tensor without asking its class;
 * the lists of classes for which optimizers and clipping take their ``foreach`` or ``fused`` implementation: an
@@ -39,12 +39,11 @@ from lightning_ssd.common.sent_storages import noting_sent, sending_is_noted
 from lightning_ssd.common.tensors import PLAIN_TYPES
 from lightning_ssd.parameters.guard.guard import GUARDED_OF, Door, door_of, is_guarded, using
 
-__all__ = ["guard_patches", "may_hold_weights"]
+__all__ = ["guard_patches"]
 
 _Hooks = torch.autograd.graph.saved_tensors_hooks
 _plain_enter = _Hooks.__enter__
 _push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
-_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _data: Any = torch._C.TensorBase.data
 _GRADS: dict[str, Any] = {"grad": torch._C.TensorBase.grad, "_grad": torch._C.TensorBase._grad}
 _ENGINES: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
@@ -74,8 +73,6 @@ class _GuardPatches:
         self._lock = threading.Lock()
         self._users: tuple[Door, ...] = ()
         self._put_back: list[Callable[[], None]] = []
-        self.num_hooks = 0
-        """How often hooks were entered that may hold a saved weight itself."""
 
     def add_user(self, user: Door) -> None:
         with self._lock:
@@ -215,9 +212,9 @@ def _has_torch_function(args: Any) -> bool:
 
 
 def _enter_hooks(hooks: Any) -> Any:
-    if _is_of("lightning_ssd.", hooks.pack_hook):
+    module: str = getattr(getattr(hooks.pack_hook, "func", hooks.pack_hook), "__module__", None) or ""
+    if module.startswith("lightning_ssd."):
         return _plain_enter(hooks)
-    guard_patches.num_hooks += _may_hold(hooks.pack_hook)
     return _push_hooks(hooks.pack_hook, _bringing_back(hooks.unpack_hook))
 
 
@@ -269,24 +266,6 @@ def _with_memory(wrap: Callable[..., Any]) -> Callable[..., Any]:
             return wrap(*args, **kwargs)
 
     return wrapped
-
-
-def may_hold_weights() -> bool:
-    """Whether hooks are entered in this thread that may hold a saved weight itself, where it is not counted."""
-    hooks = _top_hooks(True)
-    return hooks is not None and _may_hold(hooks[0])
-
-
-def _may_hold(pack: Any) -> bool:
-    """Ours hold none. Those of PyTorch hold none through the forward: ``save_on_cpu`` has copies, and checkpointing has
-    the weights that a repetition has saved, which come back when they are asked for.
-    """
-    return not _is_of(("lightning_ssd.", "torch."), pack)
-
-
-def _is_of(packages: str | tuple[str, ...], pack: Any) -> bool:
-    module: str = getattr(getattr(pack, "func", pack), "__module__", None) or ""
-    return module.startswith(packages)
 
 
 guard_patches = _GuardPatches()
