@@ -58,10 +58,6 @@ class Visit:
     """The number of the parameter group for each part in ``active``."""
 
 
-def _all_of(parameter: torch.Tensor) -> Piece:
-    return Piece(parameter, 0, local_of(parameter).numel())
-
-
 class PagedStates:
     """The states of an optimizer by parameter, most of them on drives."""
 
@@ -268,7 +264,7 @@ class PagedStates:
         """Return the elements that the update of a part changes: the part, or its whole parameter."""
         parameter = self.partition.parameters[part.parameter]
         is_whole = parameter in self.lent or self.partition.is_whole(part)
-        return _all_of(parameter) if is_whole else Piece(parameter, part.start, part.stop)
+        return Piece(parameter, *((0, local_of(parameter).numel()) if is_whole else (part.start, part.stop)))
 
     def _expected_bytes(self, index: int) -> int:
         return self.partition.subgroups[index].expected_bytes

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -117,11 +117,12 @@ class DeviceGradients:
             and not is_in_other_processes(storage)
         )
 
-    @contextmanager
-    def updating(self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]) -> Iterator[None]:
+    def updating(
+        self, parameters: Sequence[torch.Tensor], following: Sequence[torch.Tensor]
+    ) -> AbstractContextManager[None]:
         """While an optimizer uses the gradients of these parameters, and then of those that follow."""
-        with self.pager.updating(_gradients_of(parameters), _gradients_of(following)):
-            yield
+        now, later = ([p.grad for p in one if p.grad is not None] for one in (parameters, following))
+        return self.pager.updating(now, later)
 
     def send_out(self) -> None:
         """All leave memory that something has touched, such as clipping; what is gone is forgotten."""
@@ -289,7 +290,3 @@ class GradientPager(DevicePager):
 def _place_of(number: int) -> Place:
     """The unit of the gradients of one parameter."""
     return f"gradient of parameter {number}", None
-
-
-def _gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]

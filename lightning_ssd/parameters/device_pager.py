@@ -116,7 +116,9 @@ class DevicePager(DeviceMoves):
                     used.append(found)
                     with self._lock:
                         self._will_be_used_in_update(found[1])
-            self._prepare(following)
+            with self._lock:
+                for unit in self._units_of(following):
+                    self._request_ahead(unit)
             yield
         finally:
             with self._lock:
@@ -131,12 +133,6 @@ class DevicePager(DeviceMoves):
 
     def _will_be_used_in_update(self, weight: Weight[DeviceMemory]) -> None:
         weight.memory.will_change()
-
-    def _prepare(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Have the weights brought in that are updated next."""
-        with self._lock:
-            for unit in self._units_of(parameters):
-                self._request_ahead(unit)
 
     def exposed(self, tensor: torch.Tensor, *, replaces: bool) -> None:
         if (found := self._weight_of(tensor)) is not None:

@@ -104,7 +104,10 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         """Move weights that may wait from the host to the device one by one, and each of them out again; with
         residents, only while memory is short. So a model that is larger than the device's memory gets there.
         """
-        moving = [weights for weights in shared_weights(module, self._min_nbytes) if self._may_move_in(weights)]
+        found = shared_weights(module, self._min_nbytes)
+        # A gradient has to be on the device of its weight: moving the module moves both.
+        moving = [w for w in found if self._may_wait(w) and all(tensor.grad is None for tensor in w.tensors)]
+        del found
         while moving:
             weights = moving.pop(0)
             if _why_it_cannot_wait(weights) is not None:
@@ -119,10 +122,6 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
             del moved
             if self._leaves_at_once:
                 self._take_over(one, [("", None)], [])
-
-    def _may_move_in(self, weights: SharedWeights) -> bool:
-        """A gradient has to be on the device of its weight: moving the module moves both."""
-        return self._may_wait(weights) and all(tensor.grad is None for tensor in weights.tensors)
 
     def _check_room(self, new: Sequence[SharedWeights]) -> None:
         self._tiers.ssd.reserve(sum(weights.storage.nbytes() for weights in new))

@@ -194,16 +194,12 @@ def _owner_of(name: str, modules: dict[str, nn.Module], blocks: dict[str, nn.Mod
     own = name.rpartition(".")[0]
     if own not in modules:  # a class that names its parameters in a way of its own
         return own, None
-    for path in _paths(own):
+    parts = own.split(".") if own else []
+    # "a.b" -> "", "a", "a.b". No generator: one that is dropped halfway would swallow an interrupt.
+    for path in [".".join(parts[:count]) for count in range(len(parts) + 1)]:
         if path in blocks:
             return path, blocks[path]
         if belongs_to_compiler(modules[path]):
             is_watched = watches_compiled and path and not isinstance(modules[path], torch.jit.ScriptModule)
             return path, modules[path] if is_watched else None
     return own, modules[own]
-
-
-def _paths(name: str) -> list[str]:
-    """``a.b`` -> "", "a", "a.b". No generator: one that is dropped halfway would swallow an interrupt."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:count]) for count in range(len(parts) + 1)]

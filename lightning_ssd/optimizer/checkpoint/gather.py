@@ -6,7 +6,7 @@ whole tensor at a time. The process that receives the states writes each tensor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,11 +48,8 @@ def full_states(states: States, put: Put | None) -> dict[int, dict[Any, Any]]:
 
 def full_nbytes(states: States) -> int:
     """Return the bytes of all sharded tensors together, as whole tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _sharded(states))
-
-
-def _sharded(states: States) -> Iterator[torch.Tensor]:
-    return (value for state in states.values() for value in state.values() if is_shard(value))
+    sharded = [value for state in states.values() for value in state.values() if is_shard(value)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in sharded)
 
 
 def _whole(value: Any, put: Put | None) -> Any:

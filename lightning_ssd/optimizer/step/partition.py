@@ -191,7 +191,8 @@ class Partition:
         result: State = {}
         for key, value in states[0].items():
             values = [state[key] for state in states]
-            if not _is_slice(value, parts[0]):
+            is_slice = isinstance(value, torch.Tensor) and tuple(local_of(value).shape) == (parts[0].num_elements,)
+            if not is_slice:
                 result[key] = _own(shared(values, key))
                 continue
             flat = torch.cat([local_of(piece).flatten() for piece in values])
@@ -217,10 +218,6 @@ def _is_like(value: Any, parameter: torch.Tensor) -> bool:
         is_same_kind = is_shard(value) == is_shard(parameter) and value.is_floating_point()
         return is_bare(value) and (value.dim() == 0 or (value.shape == parameter.shape and is_same_kind))
     return isinstance(value, bool | int | float | type(None))
-
-
-def _is_slice(value: Any, part: Part) -> bool:
-    return isinstance(value, torch.Tensor) and tuple(local_of(value).shape) == (part.num_elements,)
 
 
 def _cut(value: Any, shape: tuple[int, ...], part: Part) -> Any:

@@ -258,12 +258,12 @@ class _Copy:
         state.update(whole.shared)
         return whole.result
 
-    def _by_number(self, value: Any) -> Any:
-        """Return a dictionary by parameter as a dictionary by the parameter's number."""
-        numbers = {id(small): number for number, small in enumerate(self.small)}
-        return {numbers.get(id(k), k): v for k, v in value.items()} if isinstance(value, dict) else value
-
     def _found(self) -> dict[str, Any]:
+        numbers = {id(small): number for number, small in enumerate(self.small)}  # keys that are parameters differ
+        attributes = {
+            key: {numbers.get(id(k), k): v for k, v in value.items()} if isinstance(value, dict) else value
+            for key, value in _attributes(self._own).items()
+        }
         return {
             "a parameter": list(self.small),
             "a state": [self._own["state"].get(small) or {} for small in self.small],
@@ -274,7 +274,7 @@ class _Copy:
                 for key, value in group.items()
                 if key != "params"
             },
-            **{f"its attribute {key!r}": self._by_number(value) for key, value in _attributes(self._own).items()},
+            **{f"its attribute {key!r}": value for key, value in attributes.items()},
         }
 
 
