@@ -260,7 +260,7 @@ class OffloadedOptimizer(Optimizer):
             self._states.rebalance()
             if (warning := self._states.store.take_warning()) is not None:
                 warnings.warn(warning, stacklevel=3)  # the caller of step(), above its hooks
-            return loss if whole is None else whole.result
+            return loss if whole is None else whole.returned[0]
         finally:
             own["_stepping_thread"] = None  # without a call, at which an interrupt could come
 

@@ -75,6 +75,7 @@ class PagedStates:
         self._inner_step = inner_step
         self._events = events
         self.files = files
+        self.device = files.device
         self.lent: dict[Any, State] = {}
         """States that are in memory, by parameter. Their copies on drives are outdated. States that all parameters
         share are under keys that are no parameters."""
@@ -115,10 +116,6 @@ class PagedStates:
 
     def has_master(self, parameter: torch.Tensor) -> bool:
         return self.master_weights and has_master(parameter)
-
-    @property
-    def device(self) -> torch.device:
-        return self.files.device
 
     def _subgroup_bytes(self, groups: Groups) -> int:
         nbytes: int = sum(

@@ -67,7 +67,7 @@ class DeviceGradients:
                 (parameter.register_hook, partial(self.pager.is_coming, key)),
                 (parameter.register_post_accumulate_grad_hook, _Accumulated(self, name)),
             ]
-            self.pager.know(parameter, [register(hook) for register, hook in registers])
+            self.pager.hooks[key] = ParameterHooks(parameter, [register(hook) for register, hook in registers])
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         return is_plain(tensor, self._tiers.device.type) and tensor.nbytes >= self._min_nbytes
@@ -93,15 +93,8 @@ class DeviceGradients:
             return
         gradient = parameter.grad
         if gradient is not None and not self.pager.waits(gradient) and self._may_wait(parameter, gradient):
-            memory = _GradientMemory(
-                id(parameter),
-                gradient,
-                tiers=[tier for tier in (self._tiers.host, self._tiers.ssd) if tier is not None],
-                copies=self._tiers.copies,
-                lock=self.pager.lock,
-                door=self.pager,
-                label=f"gradient of {name}",
-            )
+            options = self._tiers.options(self.pager)
+            memory = _GradientMemory(id(parameter), gradient, label=f"gradient of {name}", **options)
             self.pager.add(_place_of(id(parameter)), Weight([f"{name}.grad"], memory))
         del gradient
         self.pager.is_accumulated(parameter)
@@ -195,19 +188,15 @@ class GradientPager(DevicePager):
         super().__init__()
         self._coming: dict[int, list[Unit[DeviceMemory]]] = {}
         """Units of gradients to which autograd is about to add, by the numbers of their parameters."""
-        self._hooks: dict[int, ParameterHooks] = {}
+        self.hooks: dict[int, ParameterHooks] = {}
         """All that refers to the parameters whose gradients wait, by their numbers."""
-
-    def know(self, parameter: torch.Tensor, handles: Sequence[RemovableHandle]) -> None:
-        """Gradients of this parameter wait from now on, by these hooks."""
-        self._hooks[id(parameter)] = ParameterHooks(parameter, handles)
 
     def knows(self, parameter: torch.Tensor) -> bool:
         return self.parameter(id(parameter)) is parameter
 
     def parameter(self, number: int) -> torch.Tensor | None:
         """That of a number (``id``) whose gradients wait; ``None``: they do not, or it is gone."""
-        hooks = self._hooks.get(number)
+        hooks = self.hooks.get(number)
         return None if hooks is None else hooks.parameter
 
     def let_stay(self, parameter: torch.Tensor) -> None:
@@ -216,14 +205,14 @@ class GradientPager(DevicePager):
         if unit is not None:  # all that it has had: Module.to() takes the gradient away meanwhile
             for weight in [weight for weight in unit.weights if weight.memory.key.alive()]:
                 self.release(unit, weight)
-        self._hooks.pop(id(parameter)).remove()
+        self.hooks.pop(id(parameter)).remove()
 
     def close(self) -> None:
         super().close()
         if not self.by_storage:  # else autograd must not add to what is lost
-            for hooks in self._hooks.values():
+            for hooks in self.hooks.values():
                 hooks.remove()
-            self._hooks.clear()
+            self.hooks.clear()
 
     def is_coming(self, number: int, added: torch.Tensor) -> None:
         """Autograd is about to add to the gradient of a parameter, if there is one: bring it in."""
@@ -268,8 +257,8 @@ class GradientPager(DevicePager):
     def border(self) -> None:
         if is_in_backward():
             return
-        for number in [number for number, hooks in self._hooks.items() if hooks.parameter is None]:
-            del self._hooks[number]
+        for number in [number for number, hooks in self.hooks.items() if hooks.parameter is None]:
+            del self.hooks[number]
         self._coming.clear()
         super().border()
 

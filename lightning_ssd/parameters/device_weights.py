@@ -11,7 +11,8 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.guard.guard_patches import guard_patches
 from lightning_ssd.parameters.paged_weights import Choose, PagedWeights
 from lightning_ssd.parameters.pager import Place, Weight
-from lightning_ssd.parameters.residents import MovableWeights, Residents
+from lightning_ssd.parameters.residents import MovableWeights
 from lightning_ssd.parameters.units import SharedWeights, shared_weights, why_it_stays
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
@@ -44,6 +45,11 @@ class WeightTiers(NamedTuple):
     host: HostTier | None
     copies: CopyEngine
 
+    def options(self, pager: DevicePager) -> dict[str, Any]:
+        """Return what the memory of a weight or gradient gets besides that."""
+        tiers = [tier for tier in (self.host, self.ssd) if tier is not None]
+        return {"tiers": tiers, "copies": self.copies, "lock": pager.lock, "door": pager}
+
 
 class DeviceWeights(PagedWeights[DeviceMemory]):
     """On a device."""
@@ -51,16 +57,8 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
     pager: DevicePager
     _watches_compiled = True
 
-    def __init__(
-        self, tiers: WeightTiers, *, min_nbytes: int, trained: bool = False, residents: Residents | None = None
-    ) -> None:
-        super().__init__(
-            DevicePager(takes_trained=trained),
-            min_nbytes=min_nbytes,
-            trained=trained,
-            device=tiers.device.type,
-            residents=residents,
-        )
+    def __init__(self, tiers: WeightTiers, *, trained: bool = False, **options: Any) -> None:
+        super().__init__(DevicePager(takes_trained=trained), trained=trained, device=tiers.device.type, **options)
         self._tiers = tiers
         self._accelerator = accelerator_of(tiers.device)
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -85,7 +83,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         if residents is None or module not in residents.modules or self._may_leave():
             super().register_module(module)
         else:  # again, where no more may leave than have left already
-            self._register(module, residents.stand_by)
+            self._register(module, partial(residents.reconsider, spare_bytes=0))
 
     def _register(self, module: nn.Module, choose: Choose | None) -> None:
         super()._register(module, choose)
@@ -146,17 +144,8 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
                 self.pager.release(self.pager.by_storage[found.memory.key.cdata], found)
 
     def _begin(self, weights: SharedWeights) -> Weight[DeviceMemory]:
-        _, ssd, host, copies = self._tiers
         label = f"weight {weights.names[0]}"
-        memory = DeviceMemory(
-            weights.storage,
-            weights.tensors,
-            tiers=[tier for tier in (host, ssd) if tier is not None],
-            copies=copies,
-            lock=self.pager.lock,
-            door=self.pager,
-            label=label,
-        )
+        memory = DeviceMemory(weights.storage, weights.tensors, label=label, **self._tiers.options(self.pager))
         return Weight(weights.names, memory)
 
     def _put_away(self, weight: Weight[DeviceMemory]) -> None:

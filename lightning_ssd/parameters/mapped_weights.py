@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager, bring_in
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Place, Weight
-from lightning_ssd.parameters.residents import MovableWeights, Residents
+from lightning_ssd.parameters.residents import MovableWeights
 from lightning_ssd.parameters.units import SharedWeights, shared_weights, why_it_stays
 
 __all__ = ["MappedWeights"]
@@ -48,23 +49,9 @@ class MappedWeights(PagedWeights[MappedStorage]):
     """
 
     def __init__(
-        self,
-        files: WeightFiles,
-        *,
-        min_nbytes: int,
-        trained: bool = False,
-        is_replicated: bool = False,
-        residents: Residents | None = None,
-        room: HostRoom | None = None,
-        verify: bool = False,
+        self, files: WeightFiles, *, room: HostRoom | None = None, verify: bool = False, **options: Any
     ) -> None:
-        super().__init__(
-            MappedPager(room),
-            min_nbytes=min_nbytes,
-            trained=trained,
-            is_replicated=is_replicated,
-            residents=residents,
-        )
+        super().__init__(MappedPager(room), **options)
         self._files = files
         self._sources = SourceFiles(verify=verify)
         self._taken_bytes = 0
@@ -84,7 +71,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
             self._files.check_room([self._files.size_of(weights.storage) for weights in written], changes=changes)
 
     def _is_in_place(self, weights: SharedWeights) -> bool:
-        return weights.is_frozen and self._sources.has(weights.storage, weights.slices)
+        return weights.is_frozen and self._sources.find(weights.storage, weights.slices) is not None
 
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         """Their old memory goes one by one, as each has its new one. An interrupt comes between two of them."""

@@ -21,7 +21,6 @@ from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Pager
-from lightning_ssd.parameters.residents import Residents
 from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.telemetry.stats import OffloadStats
 
@@ -106,22 +105,21 @@ class PagedParameters:
         """
         if self.gradients is not None:
             self.gradients.send_out()
-        if self.weights is not None and self.weights.residents is not None and is_alone():
-            self._reconsider(self.weights, self.weights.residents)
-
-    def _reconsider(self, weights: PagedWeights[Any], residents: Residents) -> None:
+        residents = None if self.weights is None else self.weights.residents
+        if self.weights is None or residents is None or not is_alone():
+            return
         try:
-            for module in weights.reconsider():
+            for module in self.weights.reconsider():
                 if self.gradients is not None:
                     self.gradients.register_module(module)
         except (StorageError, MemoryError, torch.OutOfMemoryError) as error:
             if self.files is not None and self.files.has_lost:
                 raise
-            residents.give_up()
+            residents.has_given_up = True
             warnings.warn(
                 f"which weights wait on drives cannot be changed any more ({error}); the others stay in memory, and "
                 "results are not affected",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def border(self) -> None:

@@ -70,7 +70,7 @@ class PagedWeights(ABC, Generic[Memory]):
         self._is_replicated = is_replicated
         self.residents = residents
         if residents is not None:
-            residents.count_out(pager)
+            residents.gauge.count_out(pager)
         self._min_nbytes = min_nbytes
         self._device = device
         self._windows: list[Window | Gathering] = []
@@ -178,8 +178,12 @@ class PagedWeights(ABC, Generic[Memory]):
             return []
         changed: list[nn.Module] = []
         for module in self.residents.modules if spare else ():
-            with self.residents.undecided_on_failure():
+            before = dict(self.residents.decisions)
+            try:
                 self._register(module, partial(self.residents.reconsider, spare_bytes=spare))
+            except BaseException:  # what is not done, or in part, was not decided
+                self.residents.decisions = before
+                raise
             moved = self.residents.moved_bytes
             if moved:
                 _log.info("%s", self.residents.text)

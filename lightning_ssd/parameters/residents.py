@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +14,7 @@ from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.formatting import as_setting, format_sizes, pluralize
 from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.errors import BudgetError
-from lightning_ssd.memory.gauge import Gauge, PresentWeights
+from lightning_ssd.memory.gauge import Gauge
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.pager import Place
@@ -109,20 +108,17 @@ class Residents:
 
     def __init__(self, needs: Needs, gauge: Gauge) -> None:
         self._needs = needs
-        self._gauge = gauge
-        self._decisions: dict[int, tuple[weakref.ref[nn.Module], _Decision]] = {}
+        self.gauge = gauge
+        self.decisions: dict[int, tuple[weakref.ref[nn.Module], _Decision]] = {}
         self._spare = SpareMemory()
         self._asked_bytes = self._num_asked = 0
-        self._has_given_up = False
+        self.has_given_up = False
+        """Drives take no more: what was decided stays."""
         self.steps = StepMemory(gauge)
         self.moved_bytes = 0
         """Weights that were told to wait, or to come back, by the last :meth:`reconsider`."""
         self.text = ""
         """The last decision, for the log."""
-
-    def count_out(self, weights: PresentWeights) -> None:
-        """Weights that wait: what they take to be used is not held."""
-        self._gauge.count_out(weights)
 
     @property
     def kept_bytes(self) -> int:
@@ -133,7 +129,7 @@ class Residents:
         return [module for module, _ in self._alive()]
 
     def _alive(self) -> list[tuple[nn.Module, _Decision]]:
-        held = [(reference(), decision) for reference, decision in self._decisions.values()]
+        held = [(reference(), decision) for reference, decision in self.decisions.values()]
         return [(module, decision) for module, decision in held if module is not None]
 
     def is_short(self) -> bool:
@@ -189,6 +185,9 @@ class Residents:
         if changed and spare_bytes > 0:
             self._spare.came_back()
         spare, moved, waiting = format_sizes(abs(spare_bytes), self.moved_bytes, decision.waiting_bytes)
+        if not spare_bytes:
+            self.text = f"as before, {waiting} of weights wait on drives"
+            return _names_of(members, after)
         self.text = (
             f"steps have shown that memory lacks {spare}: {moved} more of weights wait on drives, {waiting} in all"
             if spare_bytes < 0
@@ -196,48 +195,27 @@ class Residents:
         )
         return _names_of(members, after)
 
-    def stand_by(self, module: nn.Module, movable: Sequence[MovableWeights]) -> frozenset[str]:
-        """Let what was decided on one module before be so; see :meth:`choose`."""
-        staying = self.reconsider(module, movable, spare_bytes=0)
-        waiting = sum(weights.nbytes for weights in movable if weights.waits)
-        self.text = f"as before, {format_sizes(waiting)[0]} of weights wait on drives"
-        return staying
-
-    @contextmanager
-    def undecided_on_failure(self) -> Iterator[None]:
-        """Where what was decided inside is not done, or only in part, what was decided before counts."""
-        before = dict(self._decisions)
-        try:
-            yield
-        except BaseException:
-            self._decisions = before
-            raise
-
     def _decide(self, module: nn.Module, units: Sequence[ResidencyUnit], stays: Sequence[bool]) -> _Decision:
         waiting, kept = (
             sum(unit.weight_bytes for unit, stay in zip(units, stays, strict=True) if stay is kind)
             for kind in (False, True)
         )
-        self._decisions[id(module)] = weakref.ref(module), _Decision(waiting, kept)
+        self.decisions[id(module)] = weakref.ref(module), _Decision(waiting, kept)
         return _Decision(waiting, kept)
 
     # -- again ---------------------------------------------------------------------------------------------------
 
     def ask_for(self, nbytes: int) -> bool:
         """Saved activations need so much more; whether weights that stay can make room for any of it."""
-        if self._has_given_up or not self.kept_bytes or self._num_asked == _MAX_ASKED:
+        if self.has_given_up or not self.kept_bytes or self._num_asked == _MAX_ASKED:
             return False
         self._num_asked += 1
         self._asked_bytes = max(self._asked_bytes, nbytes)
         return True
 
-    def give_up(self) -> None:
-        """Drives take no more: what was decided stays."""
-        self._has_given_up = True
-
     def spare_bytes(self, *, used_bytes: int, shown_bytes: int) -> int:
         """A forward begins, and nothing else is under way: what it is time to reconsider with; 0: nothing."""
-        peak_bytes = None if self._has_given_up else self.steps.begin()
+        peak_bytes = None if self.has_given_up else self.steps.begin()
         if self._asked_bytes:
             spare, self._asked_bytes, self._num_asked = -self._asked_bytes, 0, 0
             self._spare.ran_short()
@@ -258,19 +236,19 @@ class Residents:
 
     def _room_bytes(self, module: nn.Module, movable: Sequence[MovableWeights], used_bytes: int) -> int | None:
         """For these weights, and what stays with them."""
-        self._decisions.pop(id(module), None)
+        self.decisions.pop(id(module), None)
         modules = [module, *(other for other, _ in self._alive())]  # others that wait for their gradients and states
-        kind = self._gauge.device_type
+        kind = self.gauge.device_type
         parameters = {id(p): p for one in modules for p in one.parameters() if is_plain(local_of(p), kind)}
         trained = (
             sum(local_of(p).nbytes for p in parameters.values() if p.requires_grad),
             sum(weights.trained_bytes for weights in movable),
             _gradient_bytes(parameters.values(), kind),
         )
-        self._gauge.settle()  # what is kept of the model's building would count as needed
+        self.gauge.settle()  # what is kept of the model's building would count as needed
         here = sum(weights.nbytes for weights in movable if weights.is_held)
         shown = sum(weights.shown_bytes for weights in movable)
-        others = max(self._gauge.held_bytes() + self._gauge.fixed_bytes(shown) - here, 0)
+        others = max(self.gauge.held_bytes() + self.gauge.fixed_bytes(shown) - here, 0)
         self._check_budget(
             others, self._needs.gradient_bytes(*trained), used_bytes, staying_bytes=trained[0] - trained[1]
         )
@@ -319,10 +297,10 @@ class Residents:
         """
         budget = self._needs.memory_budget
         return MemoryOutlook(
-            held_bytes=self._gauge.held_bytes(),
-            available_bytes=self._gauge.available_bytes(waiting_bytes),
+            held_bytes=self.gauge.held_bytes(),
+            available_bytes=self.gauge.available_bytes(waiting_bytes),
             # The budget is one of all that is resident, code that shows a file included.
-            budget_bytes=None if budget is None else max(budget - self._gauge.fixed_bytes(shown_bytes), 0),
+            budget_bytes=None if budget is None else max(budget - self.gauge.fixed_bytes(shown_bytes), 0),
             weight_bytes=weight_bytes,
             coming_bytes=coming_bytes,
             activation_bytes=self._needs.activation_budget,

@@ -256,7 +256,7 @@ class _Copy:
                 tensor.fill_(_OTHER)  # as if other states had reused the memory
         whole.apply()
         state.update(whole.shared)
-        return whole.result
+        return whole.returned[0]
 
     def _found(self) -> dict[str, Any]:
         numbers = {id(small): number for number, small in enumerate(self.small)}  # keys that are parameters differ

@@ -39,7 +39,8 @@ class WholeStep:
         self._closure = closure
         self._before = _plain_attributes(optimizer)
         self._changes: dict[Any, dict[Any, Any]] = {}
-        self._returned: list[Any] = []
+        self.returned: list[Any] = []
+        """The equal results of the calls."""
 
     def call(self, step: Callable[..., Any]) -> None:
         """Call the optimizer's step.
@@ -58,10 +59,10 @@ class WholeStep:
         value = step() if closure is None else step(evaluated)
         if closure is not None and num_evaluated != 1:
             raise CoupledError(f"this optimizer's step evaluates its closure {num_evaluated} times; expected once")
-        if self._returned and not same(self._returned[0], value):
-            other = self._returned[0]
+        if self.returned and not same(self.returned[0], value):
+            other = self.returned[0]
             raise CoupledError(f"this optimizer's step returns {value!r} for some parameters and {other!r} for others")
-        self._returned.append(value)
+        self.returned.append(value)
         after = _plain_attributes(self._optimizer)
         deleted = dict.fromkeys(self._before.keys() - vars(self._optimizer).keys(), _DELETED)
         self.note("attributes", self._before, after | deleted)
@@ -92,10 +93,6 @@ class WholeStep:
                         old.copy_(value)  # the user may hold it
                 else:
                     target[key] = value
-
-    @property
-    def result(self) -> Any:
-        return self._returned[0]
 
     def _put_back(self) -> None:
         """Restore the plain attributes of the optimizer, and delete new ones.

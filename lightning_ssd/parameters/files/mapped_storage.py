@@ -134,16 +134,13 @@ class FiledStorage(MappedStorage):
 
     def __init__(self, view: FileView, arena: Arena, extent: Extent, nbytes: int, *, start: int = 0) -> None:
         super().__init__(view, start, nbytes)
-        self._arena = arena
+        self.arena = arena
         self._fd = arena.fd  # a forked child has it too, and may not ask the arena
         self._extent = extent
         self._shown_bytes = extent.nbytes
         self._is_private = False
         # Guards that it becomes private against a thread that takes pages out. A leaf lock.
         self._sharing = threading.RLock()
-
-    def lies_in(self, arenas: Sequence[Arena]) -> bool:
-        return any(arena is self._arena for arena in arenas)
 
     def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
         self.read_part(0, self.nbytes, scratch, is_wanted)
@@ -169,7 +166,7 @@ class FiledStorage(MappedStorage):
     def read_part(self, start: int, nbytes: int, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
         first, length = self._pages(start, nbytes)
         if not self._is_private:
-            with self._arena.use() as fd:
+            with self.arena.use() as fd:
                 scratch.read(fd, self._extent.offset + first, length, is_wanted)
 
     def _pages(self, start: int, nbytes: int) -> tuple[int, int]:
@@ -200,7 +197,7 @@ class FiledStorage(MappedStorage):
         """
         first, length = self._pages(start, nbytes)
         if not self._is_private:
-            with self._arena.use() as fd:
+            with self.arena.use() as fd:
                 _begin_writing(fd, self._extent.offset + first, length)
 
     def make_private(self) -> None:
@@ -232,7 +229,7 @@ class FiledStorage(MappedStorage):
         Raises:
             StorageError: the system refuses. The bytes are of no use then.
         """
-        with self._arena.use() as fd:
+        with self.arena.use() as fd:
             try:
                 _write_all(fd, region, self._extent.offset + self.start)
                 _begin_writing(fd, self._extent.offset, self._extent.nbytes)
@@ -240,13 +237,13 @@ class FiledStorage(MappedStorage):
                 if refusal is not None:
                     raise refusal
             except OSError as error:
-                what = f"a weight or gradient could not be written to {self._arena.path}"
+                what = f"a weight or gradient could not be written to {self.arena.path}"
                 raise as_storage_error(error, what) from error
 
     def forget(self) -> None:
         if self._view is not None:  # else it was, and another storage may have the place by now
             super().forget()
-            self._arena.free(self._extent)
+            self.arena.free(self._extent)
 
 
 def _write_all(fd: int, region: Region, offset: int) -> None:

@@ -177,21 +177,18 @@ class SourceFiles:
         self._verify = verify
         self._files: dict[tuple[int, int], SourceFile] = {}
 
-    def has(self, storage: torch.UntypedStorage, slices: FileSlices | None) -> bool:
-        """Whether a storage shows a part of a file as it is, and was not written to."""
-        return self._find(storage, slices) is not None
-
     def show(self, storage: torch.UntypedStorage, slices: FileSlices | None) -> SourceStorage | None:
-        """Memory that shows the same bytes of the same file; ``None``: there is none, see :meth:`has`.
+        """Memory that shows the same bytes of the same file; ``None``: there is none, see :meth:`find`.
 
         Raises:
             MemoryError: the system cannot map so much.
             OSError: the drive refuses to read it, which is done only to verify it later.
         """
-        found = self._find(storage, slices)
+        found = self.find(storage, slices)
         return None if found is None else SourceStorage(*found, storage.nbytes(), verify=self._verify)
 
-    def _find(self, storage: torch.UntypedStorage, slices: FileSlices | None) -> tuple[SourceFile, int] | None:
+    def find(self, storage: torch.UntypedStorage, slices: FileSlices | None) -> tuple[SourceFile, int] | None:
+        """Return the file, and where in it a storage shows a part as it is; ``None``: none, or it was written to."""
         address, nbytes = storage.data_ptr(), storage.nbytes()
         mapping = slices.mapping if slices is not None else private_mapping(address) if is_mapped(storage) else None
         offset = None if mapping is None else mapping.offset_of(address, nbytes)

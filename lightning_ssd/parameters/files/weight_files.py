@@ -118,7 +118,7 @@ class WeightFiles:
         return arena, arena.allocate(self._padded(nbytes))
 
     def is_still(self, storage: MappedStorage) -> bool:
-        return isinstance(storage, FiledStorage) and storage.lies_in(self._still.arenas)
+        return isinstance(storage, FiledStorage) and storage.arena in self._still.arenas
 
     @property
     def _arenas(self) -> list[Arena]:
