@@ -88,9 +88,8 @@ def trace_model(
             errors: list[Exception] = []
             for inputs in example_batches(model, batch, sequence):
                 if is_converted:
-                    dtype = _dtype(precision)
                     inputs = tree_map_only(
-                        torch.Tensor, lambda t, to=dtype: t.to(to) if t.is_floating_point() else t, inputs
+                        torch.Tensor, lambda t: t.to(_dtype(precision)) if t.is_floating_point() else t, inputs
                     )
                 run = _Pass(model, _FlopClock(flops_per_s, operations_per_byte), min_tensor_nbytes)
                 without_dropout = _WithoutAttentionDropout() if fused_attention else nullcontext()

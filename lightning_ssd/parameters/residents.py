@@ -88,8 +88,8 @@ class MovableWeights:
     @classmethod
     def of(cls, weights: SharedWeights, place: Place, **facts: Any) -> MovableWeights:
         """Describe weights by these facts, and those that :class:`SharedWeights` has."""
-        of_all = {"is_frozen": weights.is_frozen, "trained_bytes": weights.trained_bytes}
-        return cls(name=weights.names[0], place=place, **of_all, **facts)
+        facts |= {"is_frozen": weights.is_frozen, "trained_bytes": weights.trained_bytes}
+        return cls(name=weights.names[0], place=place, **facts)
 
 
 class _Decision(NamedTuple):
