@@ -175,7 +175,8 @@ def without_delay(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
 
 def test_an_interrupt_at_each_point_costs_no_bit(running: RunningCard, without_delay: Callable[..., Offloader]) -> None:
     """Of a forward before which weights leave, and of one before which they come back."""
-    points = PointsIn(*(f"parameters/{name}.py" for name in ("paged_weights", "device_weights", "device_memory")))
+    names = ("paged_weights", "device_weights", "device_memory", "residents")
+    points = PointsIn(*(f"parameters/{name}.py" for name in names))
     num, ids, model, offloader = 0, next(batches(1)), built(), without_delay()
     running.models.append(model)
     offloader.register_module(model)
