@@ -88,9 +88,7 @@ def trace_model(
             errors: list[Exception] = []
             for inputs in example_batches(model, batch, sequence):
                 if is_converted:
-                    inputs = tree_map_only(
-                        torch.Tensor, lambda t: t.to(_dtype(precision)) if t.is_floating_point() else t, inputs
-                    )
+                    inputs = tree_map_only(torch.Tensor, lambda t: _cast(t, _dtype(precision)), inputs)
                 run = _Pass(model, _FlopClock(flops_per_s, operations_per_byte), min_tensor_nbytes)
                 without_dropout = _WithoutAttentionDropout() if fused_attention else nullcontext()
                 try:
@@ -151,6 +149,10 @@ def _converted(old: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     new = nn.Parameter(new, old.requires_grad)
     new.__dict__.update({key: value for key, value in vars(old).items() if not hasattr(new, key)})
     return new
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def build_here(build: Callable[[], nn.Module]) -> nn.Module:
