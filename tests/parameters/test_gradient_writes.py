@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,8 +95,13 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("reopens", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bits_of_every_layout(layout: str, files: WeightFiles, gradients: PagedGradients) -> None:
+def test_bits_of_every_layout(
+    layout: str, reopens: bool, files: WeightFiles, gradients: PagedGradients, request: pytest.FixtureRequest
+) -> None:
+    if not reopens:
+        request.getfixturevalue("_nothing_opened_again")
     parameter = nn.Parameter(torch.zeros_like(LAYOUTS[layout]()))
     for _ in range(2):  # the second one goes where the first one was, which the page cache does not have
         gradient = LAYOUTS[layout]()
@@ -107,6 +114,37 @@ def test_bits_of_every_layout(layout: str, files: WeightFiles, gradients: PagedG
         assert (found.stride(), (found.is_conj(), found.is_neg())) == (strides, flags)
         parameter.grad = None
         evict(files)
+
+
+@pytest.fixture
+def _nothing_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no ``/proc``."""
+    real = io.FileIO
+
+    def refuse(path: Any, *args: Any, **options: Any) -> io.FileIO:
+        if str(path).startswith("/proc/self/fd/"):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(io, "FileIO", refuse)
+
+
+@pytest.mark.usefixtures("_nothing_opened_again")
+def test_without_reopening_a_drive_that_refuses_is_no_signal(files: WeightFiles, gradients: PagedGradients) -> None:
+    parameter, expected = nn.Parameter(torch.zeros(SIDE, SIDE)), torch.randn(SIDE, SIDE)
+    accumulated(gradients, parameter, torch.zeros(SIDE, SIDE))
+    parameter.grad = None
+    evict(files)
+    with files._changing.arenas[0].use() as fd:
+        size = os.fstat(fd).st_size
+        os.ftruncate(fd, 0)
+        try:
+            with pytest.warns(UserWarning, match="could not be written .*it stays in memory"):
+                found = accumulated(gradients, parameter, expected.clone())
+        finally:
+            os.ftruncate(fd, size)
+    assert torch.equal(found, expected)
+    assert not is_mapped(found.untyped_storage())
 
 
 def test_a_gradient_that_covers_itself_fails_as_copying_it_does(gradients: PagedGradients) -> None:

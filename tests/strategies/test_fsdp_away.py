@@ -343,9 +343,7 @@ def test_a_full_drive_keeps_gradients_in_memory(
     offloader = opened()
     place, num = WeightFiles.map_new, [0]
 
-    def full(self: WeightFiles, nbytes: int, start: int = 0, *, changes: bool | None = None) -> MappedStorage:
-        if changes is not None:  # of a weight
-            return place(self, nbytes, start, changes=changes)
+    def full(self: WeightFiles, nbytes: int, start: int = 0) -> MappedStorage:
         num[0] += 1
         if num[0] > 3:
             raise OutOfSpaceError(28, "no room")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import os
 import threading
 import weakref
@@ -20,6 +21,7 @@ from lightning_ssd.common.tensors import Region, StorageKey, storage_of
 from lightning_ssd.errors import StorageError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES, libc
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.spill_file import Arena, Extent
 
 __all__ = ["FiledStorage", "MappedStorage", "filed_storage", "is_mapped", "unreadable", "write_refusal"]
@@ -219,7 +221,7 @@ class FiledStorage(MappedStorage):
             self._is_private = True
             self._view.hide()
 
-    def fill(self, region: Region, *, waits: bool = False) -> None:
+    def fill(self, region: Region) -> None:
         """Replace the bytes by those of other memory, through the system's page cache: what is written over is not read
         before, as touching its pages would. It must not be looked at meanwhile.
 
@@ -229,21 +231,44 @@ class FiledStorage(MappedStorage):
         Raises:
             StorageError: the system refuses. The bytes are of no use then.
         """
-        with self.arena.use() as fd:
+        with self.arena.use() as direct:
             try:
-                _write_all(fd, region, self._extent.offset + self.start)
-                _begin_writing(fd, self._extent.offset, self._extent.nbytes)
-                refusal = write_refusal(fd) if waits else None
-                if refusal is not None:
-                    raise refusal
+                again = _opened_again(direct)
+                if again is None:
+                    self._copy_in(region)
+                else:
+                    with again:
+                        _write_all(again.fileno(), region, self._extent.offset + self.start)
+                _begin_writing(direct, self._extent.offset, self._extent.nbytes)
             except OSError as error:
                 what = f"a weight or gradient could not be written to {self.arena.path}"
                 raise as_storage_error(error, what) from error
+
+    def _copy_in(self, region: Region) -> None:
+        """Through the memory, whose old bytes are read first: where the drive refuses, touching them is a signal."""
+        view = self._view
+        assert view is not None
+        for start in range(0, region.nbytes, DEFAULT_CHUNK_BYTES):
+            nbytes = min(DEFAULT_CHUNK_BYTES, region.nbytes - start)
+            view.bring_in(*self._pages(start, nbytes), changes=True)
+            ctypes.memmove(view.address + self.start + start, region.address + start, nbytes)
 
     def forget(self) -> None:
         if self._view is not None:  # else it was, and another storage may have the place by now
             super().forget()
             self.arena.free(self._extent)
+
+
+def _opened_again(direct: int) -> io.FileIO | None:
+    """The file, to be written through the page cache: the arena's own descriptor may go around it, which wants other
+    addresses. ``None``: the system gives none (no ``/proc``, or a sandbox that opens nothing in it).
+
+    An object, which closes the file if an interrupt comes before it is held.
+    """
+    try:
+        return io.FileIO(f"/proc/self/fd/{direct}", "r+")
+    except OSError:
+        return None
 
 
 def _write_all(fd: int, region: Region, offset: int) -> None:

@@ -6,6 +6,7 @@ to 2 MiB, and a piece in which one byte was changed is written whole.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathEr
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.parameters.files.mapped_storage import FiledStorage, MappedStorage, write_refusal
-from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 
 __all__ = ["WeightFiles"]
@@ -45,7 +46,7 @@ class WeightFiles:
     """
 
     def __init__(self, backend: Backend, directories: Sequence[Path], *, first: int = 0) -> None:
-        self._block_bytes = backend.block_bytes
+        self._backend = backend
         with ExitStack() as opened:
             self._still, self._changing = (_Files(self._open(opened, directories), first) for _ in range(2))
             opened.pop_all()
@@ -57,9 +58,9 @@ class WeightFiles:
     def _open(self, opened: ExitStack, directories: Sequence[Path]) -> list[Arena]:
         arenas = []
         for directory in directories:
-            arena = Arena(directory, block_bytes=self._block_bytes, direct=False)
+            arena = self._backend.open_arena(directory)
             opened.callback(arena.close)
-            arena.reserve(self._block_bytes)
+            arena.reserve(self._backend.block_bytes)
             if arena.is_sparse:
                 raise UnsuitablePathError(
                     errno.EOPNOTSUPP,
@@ -89,9 +90,28 @@ class WeightFiles:
 
     def write(self, storage: torch.UntypedStorage, *, changes: bool) -> FiledStorage:
         """Write the bytes of a storage on a CPU to a file; return memory that shows them."""
-        mapped = self.map_new(storage.nbytes(), storage.data_ptr() % VECTOR_BYTES, changes=changes)
+        nbytes, start = storage.nbytes(), storage.data_ptr() % VECTOR_BYTES
+        if start:
+            return self._write_unaligned(storage, start, changes=changes)
+        arena, extent = self._allocate(self._changing if changes else self._still, nbytes)
         try:
-            mapped.fill(Region.of(storage), waits=True)
+            body = nbytes // self._backend.block_bytes * self._backend.block_bytes
+            for start in range(0, body, DEFAULT_CHUNK_BYTES):
+                region = Region(storage.data_ptr() + start, min(DEFAULT_CHUNK_BYTES, body - start))
+                self._backend.write(arena, region, extent.offset + start)
+            self._write_tail(arena, Region(storage.data_ptr() + body, nbytes - body), extent.offset + body)
+            view = _shown(arena, extent)
+        except BaseException:
+            arena.free(extent)
+            raise
+        self.written_bytes += extent.nbytes
+        return FiledStorage(view, arena, extent, nbytes)
+
+    def _write_unaligned(self, storage: torch.UntypedStorage, start: int, *, changes: bool) -> FiledStorage:
+        """Through the page cache, since it does not begin with a block: what it is shown by is aligned as it is."""
+        mapped = self.map_new(storage.nbytes(), start, changes=changes)
+        try:
+            mapped.fill(Region.of(storage))
         except BaseException:
             mapped.forget()
             raise
@@ -102,6 +122,13 @@ class WeightFiles:
     def size_of(storage: torch.UntypedStorage) -> int:
         """Return what a storage takes in a file, but for the rest of the last block."""
         return storage.nbytes() + storage.data_ptr() % VECTOR_BYTES
+
+    def _write_tail(self, arena: Arena, tail: Region, offset: int) -> None:
+        """Less than a block, with zeros behind it."""
+        if tail.nbytes:
+            block = torch.zeros(self._backend.block_bytes, dtype=torch.uint8)
+            ctypes.memmove(block.data_ptr(), tail.address, tail.nbytes)
+            self._backend.write(arena, Region(block.data_ptr(), block.nbytes), offset)
 
     def map_new(self, nbytes: int, start: int = 0, *, changes: bool = True) -> FiledStorage:
         """Memory that shows a part of a file with arbitrary bytes."""
@@ -183,7 +210,7 @@ class WeightFiles:
             arena.close()
 
     def _padded(self, nbytes: int) -> int:
-        return round_up(nbytes, self._block_bytes)
+        return round_up(nbytes, self._backend.block_bytes)
 
 
 def _shown(arena: Arena, extent: Extent) -> FileView:
