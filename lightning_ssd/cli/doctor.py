@@ -57,11 +57,7 @@ def doctor(
 
 
 def diagnose(directories: Sequence[Path], backend: BackendChoice) -> dict[str, Any]:
-    """Look at everything.
-
-    Returns:
-        Facts as JSON has them; ``problems`` are the errors that training would raise.
-    """
+    """Look at everything."""
     problems: list[str] = []
     paths = chosen_paths(HardwareProfile(paths=directories), Path.cwd())
     reports = [report for path in paths if (report := _report_on(path, problems)) is not None]

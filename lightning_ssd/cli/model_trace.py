@@ -66,12 +66,6 @@ def trace_model(
     """Run forward and backward without bytes.
 
     Args:
-        build: makes the model.
-        batch: sequences per pass.
-        sequence: tokens in each.
-        flops_per_s: for the times of the trace.
-        precision: Lightning's name of it.
-        min_tensor_nbytes: smaller saved storages are left out, as in training.
         fused_attention: attention with dropout saves no more than without, as on CUDA; PyTorch's for CPUs is not fused.
         operations_per_byte: that a device does in the time in which it reads or writes a byte of its memory.
 

@@ -139,9 +139,6 @@ class Residents:
     def choose(self, module: nn.Module, movable: Sequence[MovableWeights]) -> frozenset[str]:
         """Decide on one module.
 
-        Returns:
-            The first names of those that stay.
-
         Raises:
             BudgetError: the budget has no room for what cannot wait.
         """
@@ -164,16 +161,7 @@ class Residents:
         return _names_of(members, stays)
 
     def reconsider(self, module: nn.Module, movable: Sequence[MovableWeights], *, spare_bytes: int) -> frozenset[str]:
-        """Decide on one module again.
-
-        Args:
-            module: it was decided on before.
-            movable: see :meth:`choose`.
-            spare_bytes: memory that is left, below 0 that is lacking: see :func:`reconsider_residents`.
-
-        Returns:
-            The first names of those that stay.
-        """
+        """Decide on one module again."""
         members = _members(movable)
         units = [self._unit(held) for held in members]
         stays = [not all(weights.waits for weights in held) for held in members]
@@ -287,14 +275,7 @@ class Residents:
         weight_bytes: int = 0,
         coming_bytes: int = 0,
     ) -> MemoryOutlook:
-        """Now.
-
-        Args:
-            shown_bytes: of weights in memory that shows a file, and leaves when they wait.
-            waiting_bytes: of weights that show a file: what of them is in the page cache only fills free memory.
-            weight_bytes: see :class:`MemoryOutlook`.
-            coming_bytes: see there.
-        """
+        """Read the gauge, and return what it says with these facts of :class:`MemoryOutlook`."""
         budget = self._needs.memory_budget
         return MemoryOutlook(
             held_bytes=self.gauge.held_bytes(),

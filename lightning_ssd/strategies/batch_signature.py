@@ -20,11 +20,6 @@ def signature_of(arguments: Any, module: torch.nn.Module) -> Hashable:
     """Return a value that is equal for steps with equal shapes, training modes, autocast and trained parameters.
 
     Such steps save equal tensors, unless control flow depends on data. They are then distinguished by the tensors.
-
-    Args:
-        arguments: arguments of ``training_step``: tensors in lists, tuples, mappings and dataclasses, and other values.
-        module: the module that is trained; alternating steps of a GAN toggle its parameters. It costs about 0.2
-            microseconds per module and parameter.
     """
     return (
         _shape(arguments, _MAX_DEPTH),

@@ -19,9 +19,6 @@ def one_trainer(takes_it: str) -> Callable[[type[_T]], type[_T]]:
     Lightning's connectors (``_check_config_and_set_final_flags``) read ``_accelerator`` before they take a strategy,
     and set ``accelerator`` after that. All other code of Lightning uses ``accelerator``. It is a decorator, because a
     further base class would give objects another layout than Lightning's classes have (``become_one_device``).
-
-    Args:
-        takes_it: the class that takes such a strategy, "Trainer" or "Fabric".
     """
 
     def given(self: Any) -> Any:

@@ -28,15 +28,7 @@ States = Mapping[int, Mapping[Any, Any]]
 
 
 def full_states(states: States, put: Put | None) -> dict[int, dict[Any, Any]]:
-    """Gather the states of sharded parameters as whole tensors. All processes call it, with states of the same names.
-
-    Args:
-        states: states by the number of the parameter. Sharded tensors hold this process' part.
-        put: stores a whole tensor and returns it; ``None``: this process takes part, and receives nothing.
-
-    Returns:
-        The states with whole tensors in the place of sharded ones; empty if ``put`` is ``None``.
-    """
+    """Gather the states of sharded parameters as whole tensors; return none without ``put``. All processes call it."""
     found: dict[int, dict[Any, Any]] = {}
     with StatusLine("Collecting optimizer states") as line:
         for number in line.over(sorted(states), lambda number: full_nbytes({number: states[number]})):

@@ -40,14 +40,10 @@ def load_states(
     A ``__setstate__`` of the user's class is called once, at the end, as by a plain load, and sees all loaded states.
 
     Args:
-        optimizer: the user's optimizer. Its hooks run once.
-        state_dict: a ``state_dict`` of its class. None of its tensors and containers is kept.
-        partition: the optimizer's parameters.
         live: the optimizer's ``state`` (``LiveStates``). It is cleared, and gets the keys that have a state now, in the
             order of ``state_dict``, and the states that no layout reproduces: tensors share memory, the state cannot be
             cut into slices, or it is empty.
         put: stores copies of the states of a subgroup's parts.
-        has_master: returns whether the states of a parameter are float32, of whatever type the parameter is.
 
     Raises:
         ValueError: the groups do not match; nothing has changed.

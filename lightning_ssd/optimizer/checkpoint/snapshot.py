@@ -45,12 +45,7 @@ class Snapshot:
         store.release_with(self._hold, list(self._copies.values()))
 
     def state_of(self, parameter: Any, kept: Callable[[Any], Any]) -> State:
-        """Return a state with its stored tensors mapped, which outlive the files; empty if there is none.
-
-        Raises:
-            RuntimeError: slices of the parameter have different values of a state that they share.
-            StorageError: its bytes cannot be mapped.
-        """
+        """Return a state with its stored tensors mapped, which outlive the files; empty if there is none."""
         places = self._partition.places_of(parameter)
         states = [self._partition.subgroups[index].templates[part] for index, part in places]
         if not any(states):

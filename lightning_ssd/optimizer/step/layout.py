@@ -74,15 +74,7 @@ class Layout:
 
     @classmethod
     def of(cls, states: Sequence[State], device: torch.device, block_bytes: int, paged: Sequence[bool]) -> Layout:
-        """Lay out the tensors of the parts' states that can be moved.
-
-        Args:
-            states: the state of each part.
-            device: device of the tensors to move; others stay in memory.
-            block_bytes: unit that the total is rounded up to.
-            paged: whether the tensors of each part begin at a page, so that slices of one tensor can be mapped side by
-                side.
-        """
+        """Lay out the tensors of the parts' states that can be moved."""
         fields, end = [], 0
         for part, state in enumerate(states):
             unit = PAGE_BYTES if paged[part] else _LINE_NBYTES

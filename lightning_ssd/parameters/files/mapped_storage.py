@@ -21,7 +21,6 @@ from lightning_ssd.common.tensors import Region, StorageKey, storage_of
 from lightning_ssd.errors import StorageError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES, libc
-from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.spill_file import Arena, Extent
 
 __all__ = ["FiledStorage", "MappedStorage", "filed_storage", "is_mapped", "unreadable", "write_refusal"]
@@ -233,42 +232,19 @@ class FiledStorage(MappedStorage):
         """
         with self.arena.use() as direct:
             try:
-                again = _opened_again(direct)
-                if again is None:
-                    self._copy_in(region)
-                else:
-                    with again:
-                        _write_all(again.fileno(), region, self._extent.offset + self.start)
+                # Opened again for the page cache: the arena's own descriptor may go around it, which wants other
+                # addresses. By an object, which closes the file if an interrupt comes before it is held.
+                with io.FileIO(f"/proc/self/fd/{direct}", "r+") as again:
+                    _write_all(again.fileno(), region, self._extent.offset + self.start)
                 _begin_writing(direct, self._extent.offset, self._extent.nbytes)
             except OSError as error:
                 what = f"a weight or gradient could not be written to {self.arena.path}"
                 raise as_storage_error(error, what) from error
 
-    def _copy_in(self, region: Region) -> None:
-        """Through the memory, whose old bytes are read first: where the drive refuses, touching them is a signal."""
-        view = self._view
-        assert view is not None
-        for start in range(0, region.nbytes, DEFAULT_CHUNK_BYTES):
-            nbytes = min(DEFAULT_CHUNK_BYTES, region.nbytes - start)
-            view.bring_in(*self._pages(start, nbytes), changes=True)
-            ctypes.memmove(view.address + self.start + start, region.address + start, nbytes)
-
     def forget(self) -> None:
         if self._view is not None:  # else it was, and another storage may have the place by now
             super().forget()
             self.arena.free(self._extent)
-
-
-def _opened_again(direct: int) -> io.FileIO | None:
-    """The file, to be written through the page cache: the arena's own descriptor may go around it, which wants other
-    addresses. ``None``: the system gives none (no ``/proc``, or a sandbox that opens nothing in it).
-
-    An object, which closes the file if an interrupt comes before it is held.
-    """
-    try:
-        return io.FileIO(f"/proc/self/fd/{direct}", "r+")
-    except OSError:
-        return None
 
 
 def _write_all(fd: int, region: Region, offset: int) -> None:

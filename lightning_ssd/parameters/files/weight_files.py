@@ -38,12 +38,7 @@ class _Files:
 
 
 class WeightFiles:
-    """Two files in each directory, one of them for what changes; each weight lies in one of them, in turn.
-
-    Raises:
-        StorageError: a file cannot be made.
-        UnsuitablePathError: a file system cannot set space aside.
-    """
+    """Two files in each directory, one of them for what changes; each weight lies in one of them, in turn."""
 
     def __init__(self, backend: Backend, directories: Sequence[Path], *, first: int = 0) -> None:
         self._backend = backend
