@@ -244,7 +244,9 @@ def _sample(raw: torch.Tensor) -> torch.Tensor:
 def _sums(raw: torch.Tensor) -> torch.Tensor:
     """Return the sum of each of 512 columns over all rows; the rest as it is. It wraps: any one change is seen."""
     flat = raw.contiguous().view(-1)
-    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
+    if flat.nbytes % 8 == 0:
+        if flat.storage_offset() * flat.element_size() % 8:  # which may be another one in the repetition
+            flat = flat.clone()
         flat = flat.view(torch.int64)
     num_whole = flat.numel() // _COLUMNS * _COLUMNS
     sums = flat[:num_whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)

@@ -138,6 +138,19 @@ def test_one_element_of_a_saved_tensor(index: int, place: int, full: bool, is_se
         assert (first.difference(again) is not None) == (is_changed and is_seen)
 
 
+def test_where_a_tensor_lies_in_its_storage_is_no_difference() -> None:
+    """One that comes back may lie at another place, where its bytes are at no multiple of eight."""
+    storage = torch.randn(40_001)
+    first = Fingerprint(full=True)
+    first.add(storage[1:])
+    first.close()
+    for bytes_again in (storage[1:].clone(), storage[:-1]):
+        again = Fingerprint(full=True, frontier=first.frontier)
+        again.add(bytes_again)
+        again.close()
+        assert (first.difference(again) is None) == torch.equal(bytes_again, storage[1:])
+
+
 class SavesIntegers(torch.autograd.Function):
     """Saves what a kernel has reserved and not written, as far as anybody can tell."""
 
