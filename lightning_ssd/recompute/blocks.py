@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from lightning_ssd.recompute.block_discovery import belongs_to_compiler
 from lightning_ssd.recompute.call_inputs import CallInputs
 from lightning_ssd.recompute.call_state import CallState
 from lightning_ssd.recompute.checkpointed_call import (
+    Called,
     Recomputable,
     Watched,
     device_of,
@@ -70,6 +71,10 @@ class BlockObserver(Protocol):
         """Backward has run a block again, for the first time, which has saved storages of these sizes."""
         ...
 
+    def block_tried(self, begin_s: float, end_s: float) -> None:
+        """Backward has run a block again on trial, as no other pass does, between these readings of the clock."""
+        ...
+
     def block_inputs(self, nbytes: int) -> None:
         """Bytes of the storages under the tensors that the block was given, each storage once, without parameters."""
         ...
@@ -82,6 +87,14 @@ class _Active(threading.local):
 
 
 _NOBODY = _Active()  # its observer is never set, so that it does nothing
+
+
+class _Kinds(NamedTuple):
+    """Holds what blocks of one class have in common."""
+
+    warned: set[str]
+    trials: dict[type, Watched]
+    """The call of each class that was run again, or is to be in this pass."""
 
 
 class Blocks:
@@ -108,14 +121,14 @@ class Blocks:
     ) -> None:
         self._active = _Active()
         self._wrappers: list[_Wrapper] = []
-        self._warned: set[str] = set()
+        self._kinds = _Kinds(set(), {})
         self._has_warned = False
         taken: set[nn.Module] = set()
         for name, module in modules.items():
             if module not in taken:
                 taken.add(module)
                 block = Recomputable(name=name, full=full, is_agreed=is_agreed)
-                self._wrappers.append(_stand_in(block, module, self._active, self._warned, may_recompute))
+                self._wrappers.append(_stand_in(block, module, self._active, self._kinds, may_recompute))
 
     def __enter__(self) -> Blocks:
         return self
@@ -147,6 +160,8 @@ class Blocks:
         """Around a forward: tell ``observer`` of the blocks that run in this thread. An inner one takes over."""
         before = self._active.observer
         if before is None and observer.wants_inputs:
+            for kind in [kind for kind, trial in self._kinds.trials.items() if not trial.is_tried]:
+                del self._kinds.trials[kind]  # backward has not come there
             for wrapper in self._wrappers:
                 wrapper.begin_measuring()
         looks_for_bypassed = before is None and observer.recomputes_all and not self._has_warned
@@ -183,9 +198,7 @@ class Blocks:
         self._wrappers.clear()
 
 
-def _stand_in(
-    block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
-) -> _Wrapper:
+def _stand_in(block: Recomputable, module: nn.Module, active: _Active, kinds: _Kinds, may_recompute: bool) -> _Wrapper:
     """Return the stand-in that a module had before, anew, or its first one.
 
     Dynamo guards on its identity: another one each time is compiled for again, until it gives up and compiles nothing.
@@ -194,9 +207,9 @@ def _stand_in(
         del _stand_ins[key]  # no callback of a weak reference does so: it would swallow an interrupt
     before = _stand_ins.get(id(module))
     if before is not None and before.is_free:
-        before.__init__(block, module, active, warned, may_recompute)  # type: ignore[misc]
+        before.__init__(block, module, active, kinds, may_recompute)  # type: ignore[misc]
         return before
-    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, active, warned, may_recompute)
+    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, active, kinds, may_recompute)
     return stand_in
 
 
@@ -210,21 +223,21 @@ class _Wrapper(MethodPatch):
         "_block",
         "_edits",
         "_is_allowed",
+        "_kinds",
         "_refusal",
-        "_warned",
         "_watched",
         "is_reached",
         "name",
     )
 
     def __init__(
-        self, block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
+        self, block: Recomputable, module: nn.Module, active: _Active, kinds: _Kinds, may_recompute: bool
     ) -> None:
         self.name = block.name
         self.is_reached = False
         self._block = block
         self._active = active
-        self._warned = warned
+        self._kinds = kinds
         self._is_allowed = may_recompute
         self._refusal: str | None = None
         self._edits: str | None = None
@@ -281,40 +294,44 @@ class _Wrapper(MethodPatch):
                 if observer.wants_inputs:
                     observer.block_inputs(inputs.nbytes_on(device_of(module)))
                 state = self._state_to_repeat(module, inputs, wanted=wants_recompute)
-                if state is not None:
-                    told = observer.block_recomputed
-                    return recompute(module, self.__wrapped__, inputs, (args, kwargs), self._block, state, told)
+                if state is None:
+                    if wants_recompute:
+                        observer.block_is_kept()
+                    del inputs
+                    return self.__wrapped__(*args, **kwargs)
+                called = Called(module, self.__wrapped__, inputs, (args, kwargs), self._block, state)
                 if wants_recompute:
-                    observer.block_is_kept()
-                if observer.wants_inputs and self._is_allowed and self._refusal is None:
-                    result, watched = watch(module, self.__wrapped__, inputs, args, kwargs, self._block)
-                    self._watched.append(watched)
-                    return result
-                del inputs
-                return self.__wrapped__(*args, **kwargs)
+                    return recompute(called, observer.block_recomputed)
+                is_tried = type(module) in self._kinds.trials
+                result, watched = watch(called, None if is_tried else observer.block_tried)
+                self._kinds.trials.setdefault(type(module), watched)
+                self._watched.append(watched)
+                return result
             finally:
                 observer.block_leaves()
         finally:
             active.observer = observer
 
     def _state_to_repeat(self, module: nn.Module, inputs: CallInputs, *, wanted: bool) -> CallState | None:
-        """Return what the call depends on, if it is to be recomputed and can be."""
-        checkpointed, state = recompute_blocker(), None
-        refusal = inputs.opaque or checkpointed
+        """Return what the call depends on, if it can be repeated; warn where that is ``wanted``, and it cannot."""
+        blocker, state = recompute_blocker(), None
+        refusal = inputs.opaque or blocker
         reason = refusal or self.why_not()
-        if wanted and reason is None and has_groups_within(module):
+        if reason is None and not self._is_allowed:
+            return None
+        if reason is None and has_groups_within(module):
             reason = refusal = "FSDP2 gathers parts of it on their own; give fully_shard the block as a whole"
-        if wanted and reason is None:
+        if reason is None:
             state = CallState([module, *inputs.modules])
             if state.is_unmade:
                 return None  # without a word: later ones are
             reason = refusal = state.opaque
         self._refusal = self._refusal or refusal
-        kind = type(self._module()).__name__
+        kind = type(module).__name__
         # A block that checkpoints by itself has what it wants.
-        is_told = checkpointed is not None or reason == self._block.changed  # by an error
-        if wanted and reason is not None and not is_told and kind not in self._warned:
-            self._warned.add(kind)
+        is_told = blocker is not None or reason == self._block.changed  # by an error
+        if wanted and reason is not None and not is_told and kind not in self._kinds.warned:
+            self._kinds.warned.add(kind)
             warnings.warn(f"block {self.name!r} ({kind}) is not recomputed: {reason}", stacklevel=4)
         return state if reason is None else None
 
@@ -326,7 +343,9 @@ class _Wrapper(MethodPatch):
 
     def why_not(self) -> str | None:
         """Why a call cannot be recomputed, as far as is known."""
-        return self._refusal or self._why_edited() or self._block.changed
+        trial = self._kinds.trials.get(type(self._module()))
+        verdict = trial.reason if trial is not None and trial.is_tried else None
+        return self._refusal or self._why_edited() or self._block.changed or verdict
 
     def _why_edited(self) -> str | None:
         return self._edits or next((watched.reason for watched in self._watched if watched.reason is not None), None)

@@ -2,13 +2,12 @@
 
 Put back are, of its modules and of modules among its arguments: attributes, parameters, buffers, parts and hooks; the
 contents of lists, dicts, sets and deques that are attributes; generators of random numbers that are attributes. Besides
-these the random numbers of Python and NumPy, context variables, and hooks of parameters and inputs. Whatever else a
-forward changes, it changes once more, as with PyTorch's own checkpoint.
+these the random numbers of Python and NumPy. Whatever else a forward changes, it changes once more, as with PyTorch's
+own checkpoint.
 """
 
 from __future__ import annotations
 
-import contextvars
 import copy
 import operator
 import weakref
@@ -28,7 +27,7 @@ from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.recompute.call_inputs import apart, is_plain
 from lightning_ssd.recompute.fingerprint import differs
 
-__all__ = ["CallState", "contents_of", "restore", "restoring"]
+__all__ = ["CallState", "restoring"]
 
 _SMALL_BYTES = 64 << 10
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
@@ -42,7 +41,7 @@ _ABSENT = object()
 
 _T = TypeVar("_T")
 _Contents = list[tuple[Any, list[Any]]]
-"""Modules, containers and tensors, each with its items: attributes, what is in it, or its hooks."""
+"""Modules and containers, each with its items: attributes, or what is in it."""
 
 
 class CallState:
@@ -60,13 +59,14 @@ class CallState:
         """Whether parameters are made by this very call, and hooks and classes of modules changed, as never again."""
         self._places: _Contents = []
         self._sources = shared_sources()
-        self._context = contextvars.copy_context()
         self._tensors: list[_Tensor] = []
         self._containers: _Contents = []
         """The user's; those that a module consists of are among the places."""
         self._buffers: list[_Buffer] = []
         self._copies: dict[int, torch.Tensor] = {}
         self._edited: list[_Buffer] = []
+        self._clones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Address of the storage of each that stands in for a buffer in a repetition -> itself, and the buffer."""
         self._has_graphs = False
         """Whether any tensor was computed by an earlier call."""
         self._has_copies = False
@@ -125,18 +125,16 @@ class CallState:
     def settle(self) -> str | None:
         """After the call: keep what is needed to repeat it. Returns what was edited in place and cannot be put back."""
         edited = next(filter(None, (seen.edit() for seen in self._tensors)), None)
-        self._edited = self._edited_buffers()
-        kept = {id(seen.buffer) for seen in self._edited}
+        changed = {id(seen.buffer) for seen in self._buffers if seen.may_be_edited()}
+        self._edited = [seen for seen in self._buffers if id(seen.buffer) in changed]
         self._tensors += [
-            _Tensor.of(type(seen.part), seen.name, seen.buffer) for seen in self._buffers if id(seen.buffer) not in kept
+            _Tensor.of(type(seen.part), seen.name, seen.buffer)
+            for seen in self._buffers
+            if id(seen.buffer) not in changed
         ]
         self._buffers.clear()
         self._copies.clear()
         return edited
-
-    def _edited_buffers(self) -> list[_Buffer]:
-        edited = {id(seen.buffer) for seen in self._buffers if seen.may_be_edited()}
-        return [seen for seen in self._buffers if id(seen.buffer) in edited]
 
     def release_graphs(self) -> None:
         """After :meth:`settle`: hold tensors detached, and containers of tensors with graphs as copies.
@@ -152,17 +150,12 @@ class CallState:
                 others[id(value)] = tuple(map(other, value)) if type(value) is tuple else apart(value)
             return others.get(id(value), value)
 
-        variables = dict(self._context.items())
-        in_variables = [(value, _items(value)) for value in variables.values() if type(value) in _PLAIN_CONTAINERS]
-        for place, items in chain(in_variables, self._containers):
+        for place, items in self._containers:
             # The call may have filled it, or one before.
             if type(place) in _PLAIN_CONTAINERS and any(map(_has_graph, chain(items, _items(place)))):
                 others[id(place)] = copied = copy.copy(place)
                 _put(copied, [*map(other, items)])
         self._has_copies = bool(others)
-        for variable, value in variables.items():
-            if other(value) is not value:
-                self._context.run(variable.set, other(value))
         if others or self._has_graphs:
             self._places = [(place, [*map(other, items)]) for place, items in self._places]
             self._containers = [(other(place), [*map(other, items)]) for place, items in self._containers]
@@ -171,10 +164,6 @@ class CallState:
     def change(self) -> str | None:
         """Return what was done since that cannot be undone; ``None``: nothing that can be seen."""
         return next(filter(None, (seen.change() for seen in self._tensors)), None)
-
-    def probes(self) -> list[tuple[str, weakref.ref[torch.Tensor], int]]:
-        """Return label, tensor and version, for who asks for edits only and is to keep nothing alive."""
-        return [(seen.label, weakref.ref(seen.tensor), seen.version) for seen in self._tensors]
 
     def _copied_containers(self) -> list[Any]:
         """Return what the modules have now in place of copies: a second reference may change that."""
@@ -187,25 +176,23 @@ class CallState:
         Buffers that the call edits are copies of copies meanwhile: it may be repeated again, and others may have saved
         the module's own.
         """
-        # A call that asks for gradients in its own forward is repeated before it has ended.
-        edited = self._edited + self._edited_buffers()
-        originals = {id(seen.copy): seen.now() for seen in edited}
+        originals = {id(seen.copy): seen.now() for seen in self._edited}
         places = self._places + self._containers
-        now = contents_of(
-            [*(place for place, _ in places), *(seen.tensor for seen in self._tensors), *self._copied_containers()]
-        )
+        now = [(place, _items(place)) for place in (*(place for place, _ in places), *self._copied_containers())]
         numbers = RandomStates(self._sources)
 
         def begin() -> _T:
-            restore(places)
+            _restore(places)
             self._numbers.restore()
-            clones = {id(seen.copy): seen.copy.clone() for seen in edited}
-            for seen in edited:
-                seen.part._buffers[seen.name] = clones[id(seen.copy)]
-            return self._context.copy().run(run, *args, **kwargs)
+            clones = {id(seen.copy): seen.copy.clone() for seen in self._edited}
+            for seen in self._edited:
+                seen.part._buffers[seen.name] = clone = clones[id(seen.copy)]
+                self._clones[clone.untyped_storage()._cdata] = clone, seen.buffer
+            return run(*args, **kwargs)
 
         def end() -> None:
-            restore(now)
+            self._clones.clear()
+            _restore(now)
             numbers.restore()
             for seen in originals.values():
                 if seen.is_edited():
@@ -213,6 +200,18 @@ class CallState:
                     seen.buffer.data.copy_(seen.copy)
 
         return restoring(begin, end)
+
+    def original_of(self, saved: torch.Tensor) -> torch.Tensor:
+        """Return the part of the buffer for what a repetition saves of its copy.
+
+        Plain autograd holds the buffer: batch norms edit it past its version, and backward gets the bytes of then.
+        """
+        clone, buffer = self._clones.get(saved.untyped_storage()._cdata, (saved, saved))
+        if buffer is saved or clone.stride() != buffer.stride() or clone.dtype != saved.dtype:
+            return saved
+        with torch.no_grad():
+            offset = buffer.storage_offset() + saved.storage_offset()
+            return buffer.as_strided(saved.shape, saved.stride(), offset)
 
 
 class _Buffer(NamedTuple):
@@ -259,12 +258,7 @@ def restoring(call: Callable[[], _T], undo: Callable[[], object]) -> _T:
         raise
 
 
-def contents_of(places: Iterable[Any]) -> _Contents:
-    """Return what is in modules, containers and registered with tensors, for :func:`restore`."""
-    return [(place, _items(place)) for place in places]
-
-
-def restore(contents: _Contents) -> None:
+def _restore(contents: _Contents) -> None:
     """Put the same objects into the same places. May be called again, wherever an earlier call has got to."""
     for place, items in contents:
         now = _items(place)
@@ -276,11 +270,7 @@ def _items(place: Any) -> list[Any]:
     """Return all keys, then all values, where there are keys. Not as a class of the user's may show them."""
     base = type(place)
     if base not in _PLAIN_CONTAINERS:
-        if isinstance(place, torch.Tensor):
-            hooks = enumerate(_hooks_of(place))
-            place = {(kind, number): hook for kind, registered in hooks for number, hook in registered.items()}
-        elif isinstance(place, nn.Module):
-            place = place.__dict__
+        place = place.__dict__ if isinstance(place, nn.Module) else place
         base = _base_of(place)
     return [*base.keys(place), *base.values(place)] if isinstance(place, dict) else [*base.__iter__(place)]
 
@@ -291,10 +281,6 @@ def _pairs(items: list[Any]) -> Iterable[tuple[Any, Any]]:
 
 
 def _put(place: Any, items: list[Any]) -> None:
-    if isinstance(place, torch.Tensor):
-        for kind, hooks in enumerate(_hooks_of(place)):
-            _put_hooks(hooks, {number: hook for (of_kind, number), hook in _pairs(items) if of_kind == kind})
-        return
     if isinstance(place, nn.Module):
         _put_attributes(place, dict(_pairs(items)))
         return
@@ -315,15 +301,6 @@ def _base_of(container: Any) -> Any:
     return kind if kind in _PLAIN_CONTAINERS else next(base for base in _CONTAINERS if issubclass(kind, base))
 
 
-def _put_hooks(hooks: dict[int, Any], wanted: dict[int, Any]) -> None:
-    """In their order: what a second forward has registered goes, what it has removed comes back."""
-    for number in hooks.keys() - wanted.keys():
-        del hooks[number]
-    if [*hooks] != [*wanted]:
-        hooks.clear()
-        hooks.update(wanted)
-
-
 def _put_attributes(part: nn.Module, wanted: dict[str, Any]) -> None:
     """One by one: other code may look at a module at any time. Past setters that it may have of its own."""
     now = part.__dict__
@@ -335,10 +312,6 @@ def _put_attributes(part: nn.Module, wanted: dict[str, Any]) -> None:
             del now[name]
         else:
             now[name] = new
-
-
-def _hooks_of(tensor: torch.Tensor) -> list[dict[int, Any]]:
-    return [{} if hooks is None else hooks for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)]
 
 
 def _has_slots(kind: type) -> bool:
@@ -370,6 +343,8 @@ class _Tensor(NamedTuple):
     gradient: weakref.ref[torch.Tensor] | None
     """Not itself: the call may want to free it."""
     gradient_version: int
+    hooks: list[int]
+    """Those that are registered with it, by their numbers."""
 
     @classmethod
     def of(cls, owner: type, name: str, tensor: torch.Tensor) -> _Tensor:
@@ -377,8 +352,9 @@ class _Tensor(NamedTuple):
         nbytes = 0 if storage is None else storage.nbytes()
         key = None if storage is None else StorageKey(storage)
         gradient = _gradient_of(tensor)
-        seen = (None, 0) if gradient is None else (weakref.ref(gradient), _version_of(gradient))
-        return cls(owner, name, tensor, tensor._version, key, nbytes, _view_of(tensor), *seen)
+        reference, version = (None, 0) if gradient is None else (weakref.ref(gradient), _version_of(gradient))
+        view, hooks = _view_of(tensor), _hooks_of(tensor)
+        return cls(owner, name, tensor, tensor._version, key, nbytes, view, reference, version, hooks)
 
     @property
     def label(self) -> str:
@@ -388,6 +364,8 @@ class _Tensor(NamedTuple):
         """Return what the call, which has just ended, has edited in place."""
         if self.tensor._version != self.version:
             return self.label
+        if _hooks_of(self.tensor) != self.hooks:
+            return f"the hooks of {self.label}"
         gradient = _gradient_of(self.tensor)
         before = None if self.gradient is None else self.gradient()
         if gradient is None and self.gradient is None:
@@ -431,3 +409,7 @@ def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _hooks_of(tensor: torch.Tensor) -> list[int]:
+    return [*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ())]

@@ -4,30 +4,34 @@ The mechanism is PyTorch's own non-reentrant checkpoint (``torch.utils.checkpoin
 autocast. What it leaves to its caller is done here:
 
 * What the user may change by contract (``call_state.py``) is put back while the call is repeated: attributes,
-  parameters, buffers, parts and hooks of its modules, context variables.
+  parameters, buffers, parts and hooks of its modules.
 * What was edited in place since, or got other data, cannot be put back, and is an error.
-* All else (globals, modes of the process, objects that attributes refer to) shows only where it has an effect on what
-  the repetition saves, which is compared with what the call has saved (``fingerprint.py``). So gradients of this call
-  are right. What the repetition changes there stays changed for the next step.
+* All else (globals, context variables, modes of the process, objects that attributes refer to) shows only where it has
+  an effect on what the repetition saves, which is compared with what the call has saved (``fingerprint.py``). So
+  gradients of this call are right. What the repetition changes there stays changed for the next step.
 
-Each error comes before any gradient of the call is used. A tensor given twice stays one; lists among the arguments that
+Each error comes before any gradient of the call is used. A call may also be kept and repeated all the same, on trial:
+then a difference is no error (:func:`watch`). A tensor given twice stays one; lists among the arguments that
 the forward fills are filled once.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
-import weakref
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
 
 from lightning_ssd.common.accelerators import is_capturing
 from lightning_ssd.common.collectives import MeetingCount
@@ -35,12 +39,15 @@ from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_err
 from lightning_ssd.common.rng import RandomStates, default_sources
 from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
 from lightning_ssd.recompute.call_inputs import CallInputs, apart, fill, is_plain
-from lightning_ssd.recompute.call_state import CallState, contents_of, restore, restoring
+from lightning_ssd.recompute.call_state import CallState
 from lightning_ssd.recompute.fingerprint import Fingerprint
 
-__all__ = ["Recomputable", "Watched", "device_of", "recompute", "recompute_blocker", "watch"]
+__all__ = ["Called", "Recomputable", "Watched", "device_of", "recompute", "recompute_blocker", "watch"]
+
+_log = logging.getLogger(__name__)
 
 _MEETS = "its forward waits for other processes, which may not run it again"
+_ASKS = "it asks for gradients in its own forward (torch.autograd.grad, backward)"
 # The innermost saved-tensor hooks, and the innermost transform of torch.func. Neither has a public name.
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
 _innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
@@ -87,39 +94,46 @@ class Recomputable:
         )
 
 
-def recompute(
-    module: nn.Module,
-    run: Callable[..., Any],
-    inputs: CallInputs,
-    first: tuple[tuple[Any, ...], dict[str, Any]],
-    block: Recomputable,
-    state: CallState,
-    told: Callable[[Iterable[int]], None] = lambda sizes: None,
-) -> Any:
-    """Call ``run`` with the arguments ``first``, and again whenever backward needs what it computed.
+class Called(NamedTuple):
+    """A module that is to run, and all that it takes to run it again."""
+
+    module: nn.Module
+    run: Callable[..., Any]
+    """Its forward."""
+    inputs: CallInputs
+    """Made of ``first``; not ``opaque``."""
+    first: tuple[tuple[Any, ...], dict[str, Any]]
+    """Arguments and keyword arguments, as the caller gave them."""
+    block: Recomputable
+    """Is told if a repetition turns out not to be exact."""
+    state: CallState
+    """State of the module and of modules among the arguments; not ``opaque``."""
+
+
+def recompute(called: Called, told: Callable[[Iterable[int]], None] | None = None) -> Any:
+    """Run a module, and again whenever backward needs what it computed.
 
     Saved-tensor hooks around it see its tensor inputs, those in keyword arguments and in lists too, and nothing else.
 
     Args:
-        module: whose forward ``run`` is; its weights and state are looked after.
-        run: what to call.
-        inputs: made of ``first``; not ``opaque``.
-        first: arguments and keyword arguments, as the caller gave them.
-        block: is told if a repetition turns out not to be exact.
-        state: of the module and of modules among the arguments; not ``opaque``.
+        called: the module and its arguments.
         told: gets the sizes of the storages that the first repetition has saved: not those of weights and inputs.
 
     Raises:
         ConfigError: the call has edited one of its inputs, which is needed again as it was, or another tensor.
     """
-    tensors = list(inputs.tensors)
-    device = device_of(module)
-    if device.type != "cpu" and all(tensor.device != device for tensor in tensors):
-        # checkpoint looks after the random numbers of the devices of its inputs, and of no others.
-        tensors.append(torch.empty(0, device=device))
-    call = _Call(module, run, inputs, first, block, state, told)
-    with call.inputs_watched(inputs):
-        result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=True)
+    module, block = called.module, called.block
+    call = _Call(called, _Saved, _Saved.unpack, told)
+    probes = _probes_of(called.inputs)
+    pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
+
+    def checked(packed: Any) -> Any:
+        if _are_edited(probes):
+            raise block.refuse(module, "an input of it was modified by an inplace operation")
+        return unpack(packed)
+
+    with saved_tensors_hooks(pack, checked):  # inputs are what is saved of a checkpoint
+        result = call.begin(called.inputs)
     if call.edits is not None:
         raise ConfigError(
             f"a {type(module).__name__} edits {call.edits} in place, so that it cannot be recomputed; let it edit a "
@@ -140,56 +154,86 @@ class Watched:
     Attributes:
         reason: why it had better not be; ``None``: nothing speaks against it, as far as is known. What others have
             edited is known once backward has reached the call, as a repetition would have met it.
+        is_tried: whether it was run again then, so that ``reason`` holds for other blocks of its class, too.
     """
 
-    def __init__(self, inputs: CallInputs) -> None:
+    def __init__(self, called: Called) -> None:
         self.reason: str | None = None
-        self._inputs = [VersionProbe(tensor) for tensor in inputs.tensors if is_plain(tensor)]
-        self._others: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
+        self.is_tried = False
+        self._block = called.block
+        self._inputs = _probes_of(called.inputs)
+        self._is_over = self._is_looked_at = False
 
-    def settle(self, state: CallState, *, has_met: bool) -> None:
-        """The call is over. ``has_met``: other processes."""
-        edits = state.settle()
-        if any(probe.version != probe.saved for probe in self._inputs):
-            edits = "an input"
-        self.reason = state.opaque if edits is None else f"{edits} is edited in place by it"
-        if has_met:
+    def settle(self, edits: str | None, *, has_met: bool) -> None:
+        """The call is over, and has edited something in place, or met other processes."""
+        edits = "an input" if _are_edited(self._inputs) else edits
+        self.reason = self.reason or (None if edits is None else f"{edits} is edited in place by it")
+        if has_met and not self._block.is_agreed:
             self.reason = self.reason or _MEETS
-        self._others = state.probes()
+        self._is_over = True
 
-    def look(self) -> None:
-        """Has anything been edited by now? The first time counts."""
-        if any(probe.version != probe.saved for probe in self._inputs):
+    def look(self, state: CallState) -> bool:
+        """Has anything been edited by now? Returns whether this is the first time, which counts, and nothing has."""
+        if self._is_looked_at:
+            return False
+        self._is_looked_at = True
+        if not self._is_over:
+            self.reason = _ASKS
+        elif _are_edited(self._inputs):
             self.reason = self.reason or "an input of it is edited in place"
-        for label, reference, version in self._others:
-            tensor = reference()
-            if tensor is not None and tensor._version != version:
-                self.reason = self.reason or f"{label} is edited in place before backward"
-        self._inputs.clear()
-        self._others.clear()
+        else:
+            self.reason = self.reason or state.change()
+        return self.reason is None
+
+    def run_again(self, repeat: Callable[[], object]) -> None:
+        """Note what differs in a repetition."""
+        try:
+            repeat()
+        except RecomputeError:
+            self.reason = self._block.changed
+            _log.info("blocks of the class of %r are kept: run again on trial, %s", self._block.name, self.reason)
+        except Exception as error:
+            if _ran_out(error):
+                return  # which says nothing of the block, and what backward needs was kept
+            raise
+        self.is_tried = True
 
 
-def watch(
-    module: nn.Module,
-    run: Callable[..., Any],
-    inputs: CallInputs,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    block: Recomputable,
-) -> tuple[Any, Watched]:
-    """``run(*args, **kwargs)``, kept, and what it shows of whether it may be recomputed."""
-    state = CallState([module, *inputs.modules])
-    watched = Watched(inputs)
+def watch(called: Called, told: Callable[[float, float], None] | None = None) -> tuple[Any, Watched]:
+    """Run a module, and keep what it saves. Returns the result, and what shows whether it may be recomputed.
+
+    Args:
+        called: the module and its arguments.
+        told: the call is on trial: it runs again when backward reaches it, and this gets when that began and ended.
+    """
+    watched, state = Watched(called), called.state
     pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
+    holders: list[Any] = []  # the first of the checkpoint's: by it all is made again, and is held by no other
 
-    def look(packed: Any) -> Any:
-        watched.look()
+    def keep(tensor: torch.Tensor, holder: Any) -> Any:
+        if not holders:
+            holders.append(holder)
+        return pack(tensor)
+
+    def look(packed: Any, again: Callable[[Any], object] | None = None) -> Any:
+        if watched.look(state) and again is not None and told is not None:
+            begin_s = time.perf_counter()
+            watched.run_again(lambda: again(*holders))
+            told(begin_s, time.perf_counter())
         return unpack(packed)
 
-    meetings = MeetingCount()
-    with saved_tensors_hooks(pack, look) if pack is not _as_it_is else nullcontext():
-        result = run(*args, **kwargs)
-    watched.settle(state, has_met=not block.is_agreed and meetings.has_grown)
+    if told is None:
+        meetings = MeetingCount()
+        with saved_tensors_hooks(pack, look) if pack is not _as_it_is else nullcontext():
+            result = called.run(*called.first[0], **called.first[1])
+        edits, has_met = state.settle(), meetings.has_grown
+        state.release_graphs()
+    else:
+        call = _Call(called, keep, look)
+        with saved_tensors_hooks(_as_it_is, _as_it_is):  # or its inputs would be saved as in no other pass
+            result = call.begin(called.inputs)
+        edits, has_met = call.edits, call.has_met
+    watched.settle(edits, has_met=has_met)
     return result, watched
 
 
@@ -203,56 +247,52 @@ class _Call:
     """Runs a module as it was called, and again from the tensors that were saved of that call.
 
     The first run gets the caller's own lists and dicts, which it may fill; those of later runs are ours.
+
+    Args:
+        called: the module and its arguments.
+        stand_in: makes what the graph holds of a saved tensor, of it and of what the checkpoint holds.
+        unpack: makes a tensor of that, by what the checkpoint does.
+        told: see :func:`recompute`.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        run: Callable[..., Any],
-        inputs: CallInputs,
-        first: tuple[Any, Any],
-        block: Recomputable,
-        state: CallState,
-        told: Callable[[Iterable[int]], None],
+        called: Called,
+        stand_in: Callable[[torch.Tensor, Any], Any],
+        unpack: Callable[[Any, Callable[[Any], Any]], Any],
+        told: Callable[[Iterable[int]], None] | None = None,
     ) -> None:
+        inputs = called.inputs
         self.edits: str | None = None
         """After the first run: what it has edited in place that cannot be put back."""
         self.has_met = False
         """After the first run: whether it has waited for other processes."""
-        self._module = module
-        self._run = run
+        self._module, self._run = called.module, called.run
         self._pattern = inputs.pattern
-        self._devices = {device_of(module), *(tensor.device for tensor in inputs.tensors)}
+        self._devices = {device_of(called.module), *(tensor.device for tensor in inputs.tensors)}
         self._versions = [(tensor, tensor._version) for tensor in inputs.tensors]
-        self._inner = [weakref.ref(tensor) for tensor in inputs.tensors if tensor.grad_fn is not None]
-        self._first: tuple[Any, Any] | None = first
-        self._block = block
-        self._state = state
-        self._saved = Fingerprint(full=block.full, weights=self._state.addresses)
+        self._first: tuple[Any, Any] | None = called.first
+        self._block, self._state = called.block, called.state
+        self._saved = Fingerprint(full=self._block.full, weights=self._state.addresses)
         self._output: Fingerprint | None = None
-        self._told: Callable[[Iterable[int]], None] | None = told
-        self._asks_for_gradients = False
+        self._stand_in, self._unpack = stand_in, unpack
+        self._told = told
 
-    @contextmanager
-    def inputs_watched(self, inputs: CallInputs) -> Iterator[None]:
-        """Around the checkpoint: its inputs are what is saved of it."""
-        probes = [VersionProbe(tensor) for tensor in inputs.tensors if is_plain(tensor)]
-        pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
-
-        def checked(packed: Any) -> Any:
-            if any(probe.version != probe.saved for probe in probes):
-                raise self._block.refuse(self._module, "an input of it was modified by an inplace operation")
-            return unpack(packed)
-
-        with saved_tensors_hooks(pack, checked):
-            yield
+    def begin(self, inputs: CallInputs) -> Any:
+        """Run for the first time."""
+        tensors, device = list(inputs.tensors), device_of(self._module)
+        if device.type != "cpu" and all(tensor.device != device for tensor in tensors):
+            # checkpoint looks after the random numbers of the devices of its inputs, and of no others.
+            tensors.append(torch.empty(0, device=device))
+        # Kinds of what is saved are compared here, as the rest is.
+        return checkpoint(self, *tensors, use_reentrant=False, determinism_check="none", **_said_of_hooks(checkpoint))
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._first is None:
             self._run_again(tensors)
             return None
         (args, kwargs), self._first = self._first, None
-        seen = _seen_by(self._saved, set(), wrap=_Saved)
+        seen = _seen_by(self._saved, stand_in=self._stand_in, unpack=self._unpack)
         meetings = MeetingCount()
         try:
             with seen:
@@ -275,71 +315,37 @@ class _Call:
         return result
 
     def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        # The first run needs what it has saved so far, and has not ended.
-        self._asks_for_gradients = self._asks_for_gradients or not self._saved.is_closed
-        reason = self._state.change()
+        reason = self._state.change() if self._saved.is_closed else _ASKS
         if reason is not None:
             raise self._block.refuse(self._module, reason)
-        hooks = contents_of(tensors)  # of inputs that are not apart; a frozen one is the user's own
-        # Where it asks for gradients, a repetition does so again, and they would be added once more.
-        found = [tensor for reference in self._inner if (tensor := reference()) is not None]
-        retained = [(tensor, tensor.grad) for tensor in found if tensor.retains_grad]
-
-        def undo() -> None:
-            restore(hooks)
-            for tensor, gradient in retained:
-                tensor.grad = gradient
-
-        restoring(lambda: self._repeat(tensors), undo)
-
-    def _repeat(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        args, kwargs = self._arguments(tensors)
+        args, kwargs = fill(self._pattern, [*map(apart, tensors)])
         numbers = RandomStates(default_sources(self._devices) if self._saved.has_integers else ())
         again = Fingerprint(full=self._block.full, frontier=self._saved.frontier)
-        stops: set[int] = set()
         sizes: dict[int, int] = {}
-        seen = _seen_by(again, stops, sizes=sizes)
+        seen = _seen_by(again, original_of=self._state.original_of, sizes=sizes)
         try:
             with seen:
                 self._state.as_before(self._run, *args, **kwargs)
+        except _StopRecomputationError:
+            pass  # the checkpoint needs no more
         except BaseException as error:
-            # Most often that of the checkpoint, which needs no more.
-            if id(error) not in stops or not isinstance(error, Exception):
-                again.drop()
-                if not isinstance(error, Exception) or _is_ours(error):
-                    raise
-                reason = f"its forward raised {type(error).__name__}: {error}"
-                raise self._block.refuse(self._module, reason) from error
-            again.close()
-            self._compare(again, tensors, numbers)
-            self._tell(sizes, tensors)
-            raise
+            again.drop()
+            if not isinstance(error, Exception) or _ran_out(error) or isinstance(error, OffloadError):
+                raise  # it says nothing of the block
+            reason = f"its forward raised {type(error).__name__}: {error}"
+            raise self._block.refuse(self._module, reason) from error
         finally:
             seen.gen.close()  # here, and not by the end of the frame of an interrupt inside of contextlib
         again.close()
         self._compare(again, tensors, numbers)
-        self._tell(sizes, tensors)
-
-    def _arguments(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """Return the arguments of a repetition, as tensors with hooks of their own.
-
-        A hook that the repetition registers would be there a second time else.
-        Not where forward asks for gradients: maybe of what its inputs were computed from.
-        """
-        return fill(self._pattern, tensors if self._asks_for_gradients else [apart(tensor) for tensor in tensors])
-
-    def _tell(self, sizes: dict[int, int], inputs: tuple[torch.Tensor, ...]) -> None:
-        """Say once how much was saved again: inputs were never gone, and weights are no activations."""
-        told, self._told = self._told, None
-        if told is not None:
-            given = {tensor.untyped_storage()._cdata for tensor in inputs if is_plain(tensor)}
-            told([n for key, n in sizes.items() if key not in given and key not in self._state.addresses])
+        if self._told is not None:  # once; inputs were never gone, and weights are no activations
+            given = {tensor.untyped_storage()._cdata for tensor in tensors if is_plain(tensor)}
+            self._told([n for key, n in sizes.items() if key not in given and key not in self._state.addresses])
+            self._told = None
 
     def _compare(self, again: Fingerprint, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> None:
-        if any(tensor.retains_grad for tensor in tensors):  # which took it from the one that the model holds
-            raise self._block.refuse(
-                self._module, "it calls retain_grad() of an input, and asks for gradients in its forward"
-            )
+        if any(tensor.retains_grad for tensor in tensors):  # not apart: it took it from the one that the model holds
+            raise self._block.refuse(self._module, "it calls retain_grad() of an input")
         edited = self._state.changed_twice
         if edited is not None:
             raise self._block.refuse(self._module, f"it edits {edited}, a buffer, by a second reference to it")
@@ -363,8 +369,8 @@ class _Call:
     def _has_same_output(self, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> bool:
         """Run once more, to the end."""
         numbers.restore()
-        args, kwargs = self._arguments(tensors)
-        with saved_tensors_hooks(_nothing, _nothing):
+        args, kwargs = fill(self._pattern, [*map(apart, tensors)])
+        with saved_tensors_hooks(lambda tensor: None, _as_it_is):
             output = _fingerprint_of(self._state.as_before(self._run, *args, **kwargs))
         if self._output is None or self._state.changed_twice is not None:
             return False
@@ -406,33 +412,43 @@ class _Saved:
 @contextmanager
 def _seen_by(
     fingerprint: Fingerprint,
-    stops: set[int],
     *,
-    wrap: Callable[[torch.Tensor, Any], Any] | None = None,
+    stand_in: Callable[[torch.Tensor, Any], Any] = lambda tensor, packed: packed,
+    unpack: Callable[[Any, Callable[[Any], Any]], Any] = lambda saved, unpack: unpack(saved),
+    original_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     sizes: dict[int, int] | None = None,
 ) -> Iterator[None]:
-    """Report what is saved meanwhile, and let it go where it would have gone. What that raises is noted; the bytes of
-    each storage are in ``sizes``.
-    """
+    """Report what is saved meanwhile, and let it go where it would have gone; note bytes of storages in ``sizes``."""
     hooks = _top_hooks(True)
     if hooks is None:
         raise AssertionError("what a recomputed call computes is never saved")
-    pack, unpack = hooks
+    pack_it, unpack_it = hooks
 
     def tell(tensor: torch.Tensor) -> Any:
         fingerprint.add(tensor)
         if sizes is not None and is_plain(tensor):
             storage = tensor.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
-        try:
-            packed = pack(tensor)
-        except BaseException as error:
-            stops.add(id(error))  # not itself: nodes hold this hook, and no garbage collector sees what they hold
-            raise
-        return packed if wrap is None else wrap(tensor, packed)
+            tensor = original_of(tensor)
+        return stand_in(tensor, pack_it(tensor))
 
-    with saved_tensors_hooks(tell, unpack if wrap is None else lambda saved: saved.unpack(unpack)):
+    with saved_tensors_hooks(tell, lambda saved: unpack(saved, unpack_it)):
         yield
+
+
+@functools.cache
+def _said_of_hooks(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the flag without which newer PyTorch warns of hooks, or refuses them. It changes nothing here."""
+    flag = "respect_saved_tensors_hooks"
+    return {flag: False} if flag in inspect.signature(function).parameters else {}
+
+
+def _probes_of(inputs: CallInputs) -> list[VersionProbe]:
+    return [VersionProbe(tensor) for tensor in inputs.tensors if is_plain(tensor)]
+
+
+def _are_edited(probes: Iterable[VersionProbe]) -> bool:
+    return any(probe.version != probe.saved for probe in probes)
 
 
 def _fingerprint_of(result: Any) -> Fingerprint:
@@ -443,15 +459,10 @@ def _fingerprint_of(result: Any) -> Fingerprint:
     return fingerprint
 
 
-def _is_ours(error: Exception) -> bool:
-    """Whether it tells of something else than of a forward that is not what it was."""
-    ran_out = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-    return ran_out or isinstance(error, OffloadError)
+def _ran_out(error: Exception) -> bool:
+    """Whether there was too little memory."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _as_it_is(tensor: Any) -> Any:
     return tensor
-
-
-def _nothing(_: Any) -> Any:
-    return None

@@ -102,27 +102,21 @@ class Fingerprint:
 
     def close(self) -> None:
         """The call is over: hold little from now on."""
-        self._read_all()
+        while self._unread:
+            self._read(self._unread.popleft()[0])
         if self._last is not None:
             index, raw, version = self._last
             self._last = None
             if raw._version == version:  # else it is no longer what was saved
                 self.frontier = index
                 self._prints[index].append(_sums(raw))
-        self._join()
-        self.is_closed = True
-        if self._wanted is None:
-            self._prints.clear()
-
-    def _read_all(self) -> None:
-        while self._unread:
-            self._read(self._unread.popleft()[0])
-
-    def _join(self) -> None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for part in (part for prints in self._prints for part in prints):
             by_device.setdefault(part.device, []).append(part)
         self._joined = {device: torch.cat(parts) for device, parts in by_device.items()}
+        self.is_closed = True
+        if self._wanted is None:
+            self._prints.clear()
 
     def drop(self) -> None:
         """The call has failed: hold nothing. Its graph, which may hold us, would be held for ever."""
@@ -139,9 +133,6 @@ class Fingerprint:
                 return f"saved tensor {index} is {_described(two)} instead of {_described(one)}"
         if len(self) != len(other):
             return f"{len(other)} tensors are saved instead of {len(self)}"
-        if not self.is_closed:  # a call that asks for gradients in its own forward is repeated before it has ended
-            self._read_all()
-            self._join()
         for device, joined in self._joined.items():
             again = other._joined.get(device)
             if again is None or not torch.equal(joined, again):

@@ -237,7 +237,9 @@ CHANGES: dict[str, Change] = {
     "forward of a class patched in backward": Change(
         later=_set(lambda block: Exponential, "forward", lambda block: lambda self, x: x.sin() * 2), refused=True
     ),
-    "context variable in forward": Change(around=_between(lambda net: FACTOR.set(1.7), lambda net: FACTOR.set(1.0))),
+    "context variable in forward": Change(
+        around=_between(lambda net: FACTOR.set(1.7), lambda net: FACTOR.set(1.0)), refused=True
+    ),
     "default dtype in backward": Change(
         later=_between(
             lambda net: torch.set_default_dtype(torch.float64), lambda net: torch.set_default_dtype(torch.float32)

@@ -53,8 +53,8 @@ def test_each_change(name: str, tmp_path: Path) -> None:
     assert bool(errors[0]) == is_refused, "refused instead of put back, or the other way round"
     assert not errors[1], "a block that was refused is kept from then on"
     errors = run(ModuleProgram([name], steps=4), "auto by consent", tmp_path)
-    assert sum(map(bool, errors)) <= 1
-    assert not any(errors) or name not in ("buffer edited", "bias edited"), "a plan keeps what was seen to be edited"
+    num_untried = name == "parametrize.cached"  # which changes the second call of a step, and the first is on trial
+    assert sum(map(bool, errors)) == num_untried, "a plan keeps what a trial has shown"
     assert not is_refused or run(ModuleProgram([name], steps=4), "auto", tmp_path) == [0] * 4, "without consent"
 
 

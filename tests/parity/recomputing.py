@@ -37,6 +37,7 @@ class Recomputing(Session):
         self.blocks: list[Blocks] = []
         self.calls = self.asked = self.depth = 0
         self.repeated: list[str] = []
+        self.tried: list[str] = []
         self.forward = False
         self.nbytes: list[int] = []
 
@@ -87,6 +88,13 @@ class Recomputing(Session):
     def block_recomputed(self, sizes: Iterable[int]) -> None:
         """Parity counts repetitions by itself."""
 
+    def block_tried(self, begin_s: float, end_s: float) -> None:
+        """A trial is no repetition that counts."""
+        name = self.repeated[-1]
+        while self.repeated and self.repeated[-1] == name:
+            self.repeated.pop()
+        self.tried.append(name)
+
     def block_leaves(self) -> None:
         self.depth -= 1
 
@@ -109,6 +117,7 @@ def assert_recompute_parity(
     silent = Recomputing(NONE, wants_inputs=True, **extra)
     assert_identical(outcome(program, silent), expected)
     assert not silent.repeated
+    assert bool(silent.tried) == repeats
     assert silent.nbytes
     return expected
 

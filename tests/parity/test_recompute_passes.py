@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd.errors import RecomputeError
+from lightning_ssd.errors import ConfigError, RecomputeError
 from tests.parity.graph_programs import PROGRAMS
 from tests.parity.models import Perceptrons, floats, inputs, mean_square
-from tests.parity.recomputing import EVERY, Recomputing, assert_recompute_parity
+from tests.parity.recomputing import EVERY, NONE, Recomputing, assert_recompute_parity
 from tests.support.helpers import Session, Training, assert_identical, outcome
 
 # -- ways of going backward ------------------------------------------------------------------------------------------
@@ -91,113 +91,77 @@ def test_hooks_of_an_input_outlast_the_time_in_which_it_is_frozen() -> None:
     assert_recompute_parity(Training(Net, inputs, mean_square), classes=("Scaling",))
 
 
-class AskingForGradients(nn.Module):
-    """Its forward asks for gradients of what it has computed so far, so that it runs again before it has ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(40, 40))
-        self.norm = nn.BatchNorm1d(17)
-        self.register_buffer("count", torch.zeros(()))
+class AskingForGradients(Plain):
+    """Its forward asks for gradients of what it has computed so far."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.register_hook(lambda gradient: gradient / 3)
-        self.count += 1
-        y = self.norm(self.linear(x)) * float(self.count)
-        (gradient,) = torch.autograd.grad(y.tanh().square().sum(), x, create_graph=True)
-        self.count += 1
-        return x + gradient * float(self.count)
-
-
-def test_a_block_that_runs_again_within_its_own_forward() -> None:
-    def make_model() -> nn.Module:
-        return nn.Sequential(nn.Linear(40, 40), *(AskingForGradients() for _ in range(3)))
-
-    assert_recompute_parity(Training(make_model, inputs, mean_square), classes=("AskingForGradients",))
-
-
-class Forces(Plain):
-    """Its forward asks for gradients of its input."""
-
-    def __init__(self, *, retains: bool = False) -> None:
-        super().__init__()
-        self.retains = retains
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.retains:
-            x.retain_grad()
         y = super().forward(x)
         (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         return (y + gradient).tanh()
 
 
-def test_a_gradient_that_is_retained_of_the_input_of_a_block_that_asks_for_it() -> None:
-    """A repetition asks for it once more."""
-    linear: list[torch.Tensor] = []
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.blocks = nn.Linear(40, 40), nn.Sequential(Forces(), Forces(), Forces())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.linear(x)
-            hidden.retain_grad()
-            linear.append(hidden)
-            return self.blocks(hidden)  # type: ignore[no-any-return]
-
-    def program(session: Session) -> Any:
-        linear.clear()
-        return Training(Net, inputs, mean_square)(session), [hidden.grad for hidden in linear]
-
-    assert_recompute_parity(program, classes=("Forces",))
-
-
-def test_a_block_that_asks_for_gradients_and_retains_that_of_its_input_is_refused() -> None:
+def test_a_block_that_asks_for_gradients_in_its_forward_is_refused_and_kept() -> None:
     def make_model() -> nn.Module:
-        return nn.Sequential(nn.Linear(40, 40), Forces(retains=True), Forces(retains=True))
+        return nn.Sequential(nn.Linear(40, 40), AskingForGradients(), AskingForGradients())
 
-    with pytest.raises(RecomputeError, match=r"it calls retain_grad\(\) of an input, and asks for gradients"):
-        Training(make_model, inputs, mean_square)(Recomputing(EVERY, classes=("Forces",)))
+    training = Training(make_model, inputs, mean_square)
+    with pytest.raises(RecomputeError, match="it asks for gradients in its own forward"):
+        training(Recomputing(EVERY, classes=("AskingForGradients",)))
+    silent = Recomputing(NONE, classes=("AskingForGradients",), wants_inputs=True)
+    assert_identical(outcome(training, silent), outcome(training, Session()))
+    assert all("asks for gradients" in reason for reason in silent.blocks[0].refused.values())
+    assert len(silent.blocks[0].refused) == 2
 
 
 class Hooking(nn.Module):
-    """Its forward registers something that takes part in backward: on its input each time, on its weight once."""
+    """Its forward registers something that takes part in backward, with its input or its weight."""
 
-    def __init__(self, register: Callable[[torch.Tensor, nn.Parameter], object], *, on_weight: bool) -> None:
+    def __init__(self, register: Callable[[torch.Tensor, nn.Parameter], object]) -> None:
         super().__init__()
         self.linear = nn.Linear(40, 40)
-        self.register, self.on_weight, self.has_registered = register, on_weight, False
+        self.register = register
         self.seen: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not (self.on_weight and self.has_registered):
-            self.register(x, self.linear.weight)
-            self.has_registered = True
+        self.register(x, self.linear.weight)
         self.seen = x
         return self.linear(x).tanh()
 
 
 @pytest.mark.parametrize(
-    ("register", "on_weight"),
+    "register",
     [
-        (lambda x, weight: x.register_hook(lambda gradient: gradient / 3), False),
-        (lambda x, weight: x.grad_fn.register_prehook(lambda gradients: (gradients[0] / 3,)), False),
-        (lambda x, weight: x.retain_grad(), False),
-        (lambda x, weight: weight.register_hook(lambda gradient: gradient / 3), True),
-        (lambda x, weight: weight.register_post_accumulate_grad_hook(lambda weight: _divide(weight.grad)), True),
+        lambda x, weight: x.register_hook(lambda gradient: gradient / 3),
+        lambda x, weight: x.grad_fn.register_prehook(lambda gradients: (gradients[0] / 3,)),
+        lambda x, weight: x.retain_grad(),
     ],
-    ids=["hook of an input", "hook of its node", "retained gradient", "hook of a weight", "hook after accumulation"],
+    ids=["hook of an input", "hook of its node", "retained gradient"],
 )
-def test_what_a_forward_registers_is_there_once(
-    register: Callable[[torch.Tensor, nn.Parameter], object], on_weight: bool
+def test_what_a_forward_registers_with_an_input_is_there_once(
+    register: Callable[[torch.Tensor, nn.Parameter], object],
 ) -> None:
     def program(session: Session) -> Any:
-        blocks = [Hooking(register, on_weight=on_weight) for _ in range(3)]
+        blocks = [Hooking(register) for _ in range(3)]
         result = Training(lambda: nn.Sequential(nn.Linear(40, 40), *blocks), inputs, mean_square)(session)
         return result, [block.seen.grad for block in blocks if block.seen is not None and block.seen.retains_grad]
 
     assert_recompute_parity(program, classes=("Hooking",))
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda x, weight: weight.register_hook(lambda gradient: gradient / 3),
+        lambda x, weight: weight.register_post_accumulate_grad_hook(lambda weight: _divide(weight.grad)),
+    ],
+    ids=["hook of a weight", "hook after accumulation"],
+)
+def test_a_forward_that_registers_hooks_with_a_weight_is_refused(
+    register: Callable[[torch.Tensor, nn.Parameter], object],
+) -> None:
+    training = Training(lambda: nn.Sequential(Hooking(register), Hooking(register)), inputs, mean_square)
+    with pytest.raises(ConfigError, match=r"a Hooking edits the hooks of Linear.weight in place"):
+        training(Recomputing(EVERY, classes=("Hooking",)))
 
 
 def _divide(gradient: torch.Tensor) -> None:

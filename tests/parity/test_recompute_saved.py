@@ -132,22 +132,6 @@ def test_noise_that_no_repetition_gets_to_is_refused(rows: int) -> None:
     assert_refused(training(lambda block, x: rrelu(block.one(x), training=True), floats(0, rows, 128)))
 
 
-def test_a_block_that_runs_again_within_its_own_forward_is_compared_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else that forward would go on with a gradient of something else."""
-    seen: list[torch.Tensor] = []
-
-    def forward(block: Block, x: torch.Tensor) -> torch.Tensor:
-        ORDER["calls"] = ORDER["calls"] + 1
-        y = block.one(x).tanh() * float(ORDER["calls"])
-        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        seen.append(gradient)
-        return block.two(gradient)
-
-    monkeypatch.setitem(ORDER, "calls", torch.zeros(()))
-    assert_refused(training(forward, floats(0, 16, 64).requires_grad_()))
-    assert len(seen) == 2  # of the plain run
-
-
 @pytest.mark.parametrize("error", [MemoryError("out of memory"), OffloadError("a drive is lost")])
 def test_what_says_nothing_of_the_block_is_raised_as_it_is(error: Exception) -> None:
     def fails_in_backward(block: Block, x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.recompute.block_discovery import find_blocks
 from lightning_ssd.recompute.blocks import Blocks
+from tests.support.helpers import assert_identical
 from tests.support.watched_blocks import Half, Watch, chain, nothing_of_ours
 
 # -- where recomputing is refused ------------------------------------------------------------------------------------
@@ -98,6 +100,77 @@ def test_edits_between_forward_and_backward_raise() -> None:
             RuntimeError, match=r"block 'block' \(Half\).*Linear.bias was modified by an inplace operation"
         ):
             losses[1].backward()
+
+
+# -- a trial in a measured pass --------------------------------------------------------------------------------------
+
+FACTORS = [2.0]
+"""Out of reach of every block."""
+
+
+class Scales(Half):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.nn.Tanh()
+        self.error: BaseException | None = None
+
+    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+        if self.error is not None and torch._C._current_autograd_node() is not None:
+            raise self.error
+        return self.part(self.linear(x) * FACTORS[-1]).sin()
+
+
+def measured_pass(
+    blocks: Blocks, model: torch.nn.Sequential, *, before_backward: Callable[[], object] = int
+) -> tuple[list[int], list[Any], int]:
+    """Returns how often each block ran, gradients, and the number of trials that were told of."""
+    watch, runs = Watch(wants_inputs=True), [0] * len(model)
+
+    def count(part: torch.nn.Module, args: Any) -> None:
+        runs[next(number for number, block in enumerate(model) if block.part is part)] += 1
+
+    handles = [block.part.register_forward_pre_hook(count) for block in model]
+    model.zero_grad()
+    with saved_tensors_hooks(lambda t: t, lambda t: t), blocks.observe(watch):
+        loss = model(torch.linspace(-1, 1, 12).view(2, 6)).sum()
+    before_backward()
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    return runs, [parameter.grad for parameter in model.parameters()], watch.num_trials
+
+
+def test_one_call_of_each_class_is_run_again_and_a_difference_keeps_the_class() -> None:
+    model = torch.nn.Sequential(Scales(), Scales(), Scales())
+    with Blocks({}) as none:
+        expected = measured_pass(none, model)[1]
+    found = {str(number): block for number, block in enumerate(model)}
+    with Blocks(found, may_recompute=False) as blocks:
+        assert_identical(measured_pass(blocks, model), ([1, 1, 1], expected, 0))
+    with Blocks(found) as blocks:
+        assert_identical(measured_pass(blocks, model), ([2, 1, 1], expected, 1))
+        assert_identical(measured_pass(blocks, model), ([1, 1, 1], expected, 0))
+        assert blocks.refused == {}
+    with Blocks(found) as blocks:
+        model[0].error = MemoryError()  # which tells nothing
+        assert_identical(measured_pass(blocks, model), ([1, 1, 1], expected, 1))
+        model[0].error = None
+        seen = measured_pass(blocks, model, before_backward=lambda: FACTORS.append(3.0))
+        FACTORS.pop()
+        assert_identical(seen, ([2, 1, 1], expected, 1), "what was kept serves backward")
+        assert list(blocks.refused) == ["0", "1", "2"]
+        assert "is not put back, or does not repeat its bits" in blocks.refused["2"]
+        is_told = pytest.warns(UserWarning, match="block '1' .* is not recomputed: the values of saved tensor")
+        with is_told, blocks.observe(Watch(recompute=True)):
+            model(torch.ones(2, 6)).sum().backward()
+
+
+def test_a_trial_that_backward_does_not_reach_is_made_in_another_pass() -> None:
+    model = torch.nn.Sequential(Scales(), Scales())
+    with Blocks({"0": model[0], "1": model[1]}) as blocks:
+        with blocks.observe(Watch(wants_inputs=True)):
+            model(torch.ones(2, 6))
+        assert measured_pass(blocks, model)[0] == [2, 1]
 
 
 # -- installing and removing -----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ class Watch:
         self.recompute = recompute
         self.wants_inputs = wants_inputs
         self.told: list[Any] = []
+        self.num_trials = 0
 
     def block_enters(self, name: str) -> bool:
         self.told.append(name)
@@ -34,6 +35,10 @@ class Watch:
 
     def block_recomputed(self, sizes: Iterable[int]) -> None:
         """What is told of forward is enough."""
+
+    def block_tried(self, begin_s: float, end_s: float) -> None:
+        assert 0 < begin_s < end_s
+        self.num_trials += 1
 
     def block_leaves(self) -> None:
         self.told.append("left")
