@@ -1,0 +1,232 @@
+"""Blocks that the program checkpoints by itself under our hooks, with today's PyTorch and with the coming one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from lightning_ssd.common.tensors import StorageKey
+from lightning_ssd.recompute import checkpointed_call
+from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
+from tests.parity import models
+from tests.parity.models import TRAININGS, inputs, mean_square
+from tests.parity.recomputing import assert_recompute_parity
+from tests.support.helpers import (
+    DRAINED,
+    PLANNED,
+    Raised,
+    Session,
+    Setup,
+    Training,
+    assert_identical,
+    assert_released,
+    open_offloader,
+    outcome,
+)
+from tests.support.trainers import LIGHTNING_NOISE, Net, fit, offload_strategy, result
+
+checkpoint = torch.utils.checkpoint.checkpoint
+FLAG = "respect_saved_tensors_hooks"
+pytestmark = [
+    *(pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated"),
+]
+SETUPS = {"offload": DRAINED, "recompute_offload": Setup(activations="recompute_offload"), "planned": PLANNED}
+
+# -- by the program ----------------------------------------------------------------------------------------------------
+
+
+class Coming:
+    """``checkpoint()`` as pytorch#191236 announces it: hooks around it need the flag, by which they see what selective
+    checkpointing saves.
+    """
+
+    def __init__(self) -> None:
+        self.__module__ = torch.utils.checkpoint.__name__
+        self.hooks: Any = None
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        use_reentrant: bool,
+        respect_saved_tensors_hooks: bool | None = None,
+        **settings: Any,
+    ) -> Any:
+        if use_reentrant and respect_saved_tensors_hooks is not None:
+            raise ValueError(f"{FLAG} needs use_reentrant=False")
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        is_around = hooks is not None and hooks[0].__module__ != self.__module__
+        if is_around and respect_saved_tensors_hooks is None and not use_reentrant:
+            raise RuntimeError(f"saved tensors hooks are active: pass {FLAG}=True or False")
+        self.hooks = hooks if is_around and respect_saved_tensors_hooks else None
+        # Not given where it is not chosen: a newer PyTorch has a flag of its own.
+        given = {} if FLAG not in inspect.signature(checkpoint).parameters else {FLAG: False}
+        return checkpoint(function, *args, use_reentrant=use_reentrant, **({} if use_reentrant else given), **settings)
+
+
+class Cached:
+    """What selective checkpointing saves of a value: by the hooks around it, where they are respected."""
+
+    def __init__(self, value: Any, *, coming: Coming) -> None:
+        self.value = value
+        if isinstance(value, torch.Tensor) and coming.hooks is not None:
+            with saved_tensors_hooks(*coming.hooks):
+                self.value = torch._C._autograd._make_saved_tensor(value, is_output=False)
+
+    def get_val(self, _: bool) -> Any:
+        return self.value.unpack() if isinstance(self.value, torch._C._autograd.SavedTensor) else self.value
+
+
+@pytest.fixture
+def coming(monkeypatch: pytest.MonkeyPatch) -> Coming:
+    made = Coming()
+    monkeypatch.setattr(torch.utils.checkpoint, "_VersionWrapper", partial(Cached, coming=made))
+    monkeypatch.setattr(checkpointed_call, "checkpoint", made)
+    return made
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "non-reentrant": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]),
+    },
+}
+
+
+class Checkpointing(nn.Module):
+    def __init__(self, run: Callable[..., Any], settings: dict[str, Any]) -> None:
+        super().__init__()
+        self.blocks = models.Perceptrons(dropout=0.2).blocks
+        self.run, self.settings = run, settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + self.run(block, x, **self.settings)
+        return x
+
+
+def training(kind: str, run: Callable[..., Any] = checkpoint, **flag: bool | None) -> Training:
+    """Re-entrant checkpointing trains nothing unless an input of the block requires gradients."""
+    return Training(
+        lambda: Checkpointing(run, KINDS[kind] | flag),
+        lambda step: {"x": inputs(step)["x"].requires_grad_()},
+        mean_square,
+    )
+
+
+def saved_bytes(program: Training, setup: Setup, directory: Path, expected: Any) -> int:
+    """Of a program that was found to be exact."""
+    with open_offloader(directory, setup) as offloader:
+        assert_identical(outcome(program, Session.of(offloader, setup)), expected)
+        assert_released(offloader)
+        assert setup is PLANNED or offloader.stats.bytes_read > 0
+        return offloader.stats.bytes_saved
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_the_program_is_exact(kind: str, setup: str, tmp_path: Path) -> None:
+    expected = outcome(training(kind), Session())
+    saved_bytes(training(kind), SETUPS[setup], tmp_path, expected)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("kind", ["non-reentrant", "selective"])
+def test_a_checkpoint_of_the_coming_pytorch_is_exact(kind: str, setup: str, coming: Coming, tmp_path: Path) -> None:
+    expected = outcome(training(kind), Session())
+    saved = {
+        flag: saved_bytes(training(kind, coming, **{FLAG: flag}), SETUPS[setup], tmp_path, expected)
+        for flag in (False, True)
+    }
+    assert (saved[True] > saved[False]) == (kind == "selective"), "the hooks see what they are to see"
+
+
+def test_a_flag_that_the_program_does_not_give_is_pytorchs_error(coming: Coming, tmp_path: Path) -> None:
+    with open_offloader(tmp_path) as offloader:
+        raised = outcome(training("non-reentrant", coming), Session(offloader))
+        assert_released(offloader)
+    assert isinstance(raised, Raised)
+    assert FLAG in raised.text
+
+
+def test_our_own_checkpoints_give_the_flag(coming: Coming, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_recompute_parity(TRAININGS["dropout"]())
+    monkeypatch.setattr(checkpointed_call, "_said_of_hooks", lambda function: {})
+    with pytest.raises(AssertionError, match=FLAG):
+        assert_recompute_parity(TRAININGS["dropout"]())
+
+
+# -- by transformers, in the Trainer -----------------------------------------------------------------------------------
+
+
+class Causal(Net):
+    """A model of transformers that checkpoints its blocks; sees whether their inputs are in memory before backward."""
+
+    def __init__(self, kind: str, *, reentrant: bool) -> None:
+        L.LightningModule.__init__(self)
+        self.width, self.batch_size, self.losses = 24, 4, []
+        self.model: Any = MAKE[kind]()
+        self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        self.given: list[StorageKey] = []
+        self.in_memory: list[list[bool]] = []
+        for block in self.model.get_submodule(BLOCKS[kind]):
+            block.register_forward_pre_hook(self._is_given)
+
+    def _is_given(self, block: nn.Module, args: Any) -> None:
+        if torch._C._current_autograd_node() is None:
+            self.given.append(StorageKey(args[0].untyped_storage()))
+
+    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        words = (batch[0] * 100).long().remainder(models.VOCABULARY)
+        loss: torch.Tensor = self.model(input_ids=words, labels=words).loss
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        if isinstance(self.trainer.strategy, SSDOffloadStrategy):
+            assert self.trainer.strategy.offloader is not None
+            self.trainer.strategy.offloader.flush()
+        self.in_memory.append([key.alive() for key in self.given])
+        self.given.clear()
+
+
+MAKE: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": partial(models.gpt2, hidden=80, dropout=0.1, layers=3),
+    "llama": partial(
+        models.transformer,
+        "LlamaForCausalLM",
+        **models.LAYERS | {"hidden_size": 80, "intermediate_size": 120, "num_hidden_layers": 3},
+        use_cache=False,
+    ),
+}
+BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
+
+
+@pytest.mark.parametrize("activations", ["auto", "offload", "recompute_offload"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", MAKE)
+def test_inputs_of_blocks_that_transformers_checkpoints_leave_in_the_trainer(
+    kind: str, reentrant: bool, activations: str, spill_dir: Path
+) -> None:
+    make = partial(Causal, kind, reentrant=reentrant)
+    settings = {"limit_train_batches": 2, "limit_val_batches": 0}
+    _, plain = fit(make, "auto", spill_dir / "plain", **settings)
+    strategy = offload_strategy(spill_dir, activations=activations)
+    _, ours = fit(make, strategy, spill_dir / "ours", **settings)
+    assert_identical(result(ours), result(plain))
+    assert plain.in_memory == [[True] * 3] * 2
+    assert ours.in_memory[0] == [False] * 3, "later passes may be found to be faster with some of them in memory"
+    assert strategy.stats.bytes_read > 0
