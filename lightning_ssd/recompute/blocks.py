@@ -136,11 +136,6 @@ class Blocks:
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The blocks that we stand in for."""
-        return tuple(wrapper.name for wrapper in self._wrappers)
-
     def __contains__(self, module: object) -> bool:
         """Whether we stand in for this module."""
         return any(wrapper.module is module for wrapper in self._wrappers)

@@ -127,11 +127,8 @@ class CallState:
         edited = next(filter(None, (seen.edit() for seen in self._tensors)), None)
         changed = {id(seen.buffer) for seen in self._buffers if seen.may_be_edited()}
         self._edited = [seen for seen in self._buffers if id(seen.buffer) in changed]
-        self._tensors += [
-            _Tensor.of(type(seen.part), seen.name, seen.buffer)
-            for seen in self._buffers
-            if id(seen.buffer) not in changed
-        ]
+        others = [seen for seen in self._buffers if id(seen.buffer) not in changed]
+        self._tensors += [_Tensor.of(type(seen.part), seen.name, seen.buffer) for seen in others]
         self._buffers.clear()
         self._copies.clear()
         return edited
@@ -187,7 +184,8 @@ class CallState:
             clones = {id(seen.copy): seen.copy.clone() for seen in self._edited}
             for seen in self._edited:
                 seen.part._buffers[seen.name] = clone = clones[id(seen.copy)]
-                self._clones[clone.untyped_storage()._cdata] = clone, seen.buffer
+                if is_plain(clone):
+                    self._clones[clone.untyped_storage()._cdata] = clone, seen.buffer
             return run(*args, **kwargs)
 
         def end() -> None:

@@ -167,10 +167,9 @@ class Watched:
     def settle(self, edits: str | None, *, has_met: bool) -> None:
         """The call is over, and has edited something in place, or met other processes."""
         edits = "an input" if _are_edited(self._inputs) else edits
-        self.reason = self.reason or (None if edits is None else f"{edits} is edited in place by it")
-        if has_met and not self._block.is_agreed:
-            self.reason = self.reason or _MEETS
-        self._is_over = True
+        reason = _MEETS if has_met and not self._block.is_agreed else None
+        reason = reason if edits is None else f"{edits} is edited in place by it"
+        self.reason, self._is_over = self.reason or reason, True
 
     def look(self, state: CallState) -> bool:
         """Has anything been edited by now? Returns whether this is the first time, which counts, and nothing has."""

@@ -61,9 +61,6 @@ class Fingerprint:
         self.is_closed = False
         """Whether the call is over."""
 
-    def __len__(self) -> int:
-        return len(self._kinds)
-
     @property
     def has_integers(self) -> bool:
         """Whether integers are among them."""
@@ -131,8 +128,8 @@ class Fingerprint:
         for index, (one, two) in enumerate(zip(self._kinds, other._kinds, strict=False)):
             if one != two:
                 return f"saved tensor {index} is {_described(two)} instead of {_described(one)}"
-        if len(self) != len(other):
-            return f"{len(other)} tensors are saved instead of {len(self)}"
+        if len(self._kinds) != len(other._kinds):
+            return f"{len(other._kinds)} tensors are saved instead of {len(self._kinds)}"
         for device, joined in self._joined.items():
             again = other._joined.get(device)
             if again is None or not torch.equal(joined, again):

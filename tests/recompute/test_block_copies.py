@@ -54,7 +54,7 @@ def test_a_copy_runs_with_its_own_weights(duplicate: Callable[[nn.Module], nn.Mo
     model = transformer()
     x = torch.ones(2, 3, 8)
     with Blocks(find_blocks(model)) as blocks:
-        assert blocks.names == ("layers.0", "layers.1")
+        assert [wrapper.name for wrapper in blocks._wrappers] == ["layers.0", "layers.1"]
         before = model(x)
         watch = Watch(recompute=True)
         with blocks.observe(watch):

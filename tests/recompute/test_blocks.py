@@ -235,7 +235,6 @@ def test_told_in_order() -> None:
     model, outer, inner = chain(), Watch(), Watch()
     x = torch.zeros(2, 6)
     with Blocks(find_blocks(model)) as blocks:
-        assert blocks.names == ("0", "1")
         model(x)
         with blocks.observe(outer):
             with blocks.observe(inner):
