@@ -37,6 +37,7 @@ from lightning_ssd.common.accelerators import is_capturing
 from lightning_ssd.common.collectives import MeetingCount
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
 from lightning_ssd.common.rng import RandomStates, default_sources
+from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
 from lightning_ssd.recompute.call_inputs import CallInputs, apart, fill, is_plain
 from lightning_ssd.recompute.call_state import CallState
@@ -229,7 +230,7 @@ def watch(called: Called, told: Callable[[float, float], None] | None = None) ->
         state.release_graphs()
     else:
         call = _Call(called, keep, look)
-        with saved_tensors_hooks(_as_it_is, _as_it_is):  # or its inputs would be saved as in no other pass
+        with saved_tensors_hooks(_copied, _as_it_is):  # its inputs go past the hooks: other passes do not save them
             result = call.begin(called.inputs)
         edits, has_met = call.edits, call.has_met
     watched.settle(edits, has_met=has_met)
@@ -465,3 +466,8 @@ def _ran_out(error: Exception) -> bool:
 
 def _as_it_is(tensor: Any) -> Any:
     return tensor
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return it over a copy of its storage: else the program would be found to hold what it lets go in other passes."""
+    return TensorSpec.of(tensor).view(tensor.untyped_storage().clone()) if is_plain(tensor) else tensor
