@@ -127,7 +127,7 @@ class Blocks:
         for name, module in modules.items():
             if module not in taken:
                 taken.add(module)
-                block = Recomputable(name=name, full=full, is_agreed=is_agreed)
+                block = Recomputable(name=name, kind=type(module).__name__, full=full, is_agreed=is_agreed)
                 self._wrappers.append(_stand_in(block, module, self._active, self._kinds, may_recompute))
 
     def __enter__(self) -> Blocks:
@@ -216,7 +216,6 @@ class _Wrapper(MethodPatch):
         "__dict__",
         "_active",
         "_block",
-        "_edits",
         "_is_allowed",
         "_kinds",
         "_refusal",
@@ -235,7 +234,6 @@ class _Wrapper(MethodPatch):
         self._kinds = kinds
         self._is_allowed = may_recompute
         self._refusal: str | None = None
-        self._edits: str | None = None
         self._watched: list[Watched] = []
         super().__init__(module, label=f"block {block.name!r}")
 
@@ -331,19 +329,16 @@ class _Wrapper(MethodPatch):
         return state if reason is None else None
 
     def begin_measuring(self) -> None:
-        """Learn of arguments anew."""
-        self._edits = self._why_edited()
-        self._watched.clear()
+        """Learn of arguments anew; what was found to be edited stays."""
+        self._watched = [watched for watched in self._watched if watched.reason is not None]
         self._refusal = None
 
     def why_not(self) -> str | None:
         """Why a call cannot be recomputed, as far as is known."""
         trial = self._kinds.trials.get(type(self._module()))
         verdict = trial.reason if trial is not None and trial.is_tried else None
-        return self._refusal or self._why_edited() or self._block.changed or verdict
-
-    def _why_edited(self) -> str | None:
-        return self._edits or next((watched.reason for watched in self._watched if watched.reason is not None), None)
+        edited = next((watched.reason for watched in self._watched if watched.reason is not None), None)
+        return self._refusal or edited or self._block.changed or verdict
 
 
 _stand_ins: dict[int, _Wrapper] = {}

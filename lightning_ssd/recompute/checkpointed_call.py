@@ -74,6 +74,8 @@ class Recomputable:
     """A block, and what its repetitions have shown."""
 
     name: str
+    kind: str
+    """The name of its class."""
     full: bool = False
     """Whether every byte that a repetition saves is compared."""
     is_agreed: bool = False
@@ -84,11 +86,11 @@ class Recomputable:
     unwritten: set[tuple[int, int]] = field(default_factory=set)
     """Saved integers that differ without meaning, and are no indices: what the call saved, and which of it."""
 
-    def refuse(self, module: nn.Module, reason: str) -> RecomputeError:
+    def refuse(self, reason: str) -> RecomputeError:
         """From now on it is kept. Returns the error to raise."""
         self.changed = reason
         return RecomputeError(
-            f"block {self.name!r} ({type(module).__name__}) was to run again in backward as it ran in forward, and "
+            f"block {self.name!r} ({self.kind}) was to run again in backward as it ran in forward, and "
             f"cannot: {reason}. No gradient of it was used, and from now on it is kept: call zero_grad() and repeat "
             "the step. To keep such blocks from the start, name the classes of others in "
             "OffloadPolicy.recompute_modules, or leave it empty with activations='auto'"
@@ -123,26 +125,26 @@ def recompute(called: Called, told: Callable[[Iterable[int]], None] | None = Non
     Raises:
         ConfigError: the call has edited one of its inputs, which is needed again as it was, or another tensor.
     """
-    module, block = called.module, called.block
+    block = called.block
     call = _Call(called, _Saved, _Saved.unpack, told)
     probes = _probes_of(called.inputs)
     pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
 
     def checked(packed: Any) -> Any:
         if _are_edited(probes):
-            raise block.refuse(module, "an input of it was modified by an inplace operation")
+            raise block.refuse("an input of it was modified by an inplace operation")
         return unpack(packed)
 
     with saved_tensors_hooks(pack, checked):  # inputs are what is saved of a checkpoint
         result = call.begin(called.inputs)
     if call.edits is not None:
         raise ConfigError(
-            f"a {type(module).__name__} edits {call.edits} in place, so that it cannot be recomputed; let it edit a "
+            f"a {block.kind} edits {call.edits} in place, so that it cannot be recomputed; let it edit a "
             "copy (or a buffer), or name classes of other blocks in OffloadPolicy.recompute_modules"
         )
     if call.has_met and not block.is_agreed:
         raise ConfigError(
-            f"a {type(module).__name__} was to run again in backward, and {_MEETS}; use activations='recompute', with "
+            f"a {block.kind} was to run again in backward, and {_MEETS}; use activations='recompute', with "
             "which all processes recompute the same blocks (in a loop of your own: Offloader(agree=...)), or name "
             "classes of other blocks in OffloadPolicy.recompute_modules"
         )
@@ -191,7 +193,7 @@ class Watched:
             repeat()
         except RecomputeError:
             self.reason = self._block.changed
-            _log.info("blocks of the class of %r are kept: run again on trial, %s", self._block.name, self.reason)
+            _log.info("blocks of the class %s are kept, since one was run again: %s", self._block.kind, self.reason)
         except Exception as error:
             if _ran_out(error):
                 return  # which says nothing of the block, and what backward needs was kept
@@ -317,7 +319,7 @@ class _Call:
     def _run_again(self, tensors: tuple[torch.Tensor, ...]) -> None:
         reason = self._state.change() if self._saved.is_closed else _ASKS
         if reason is not None:
-            raise self._block.refuse(self._module, reason)
+            raise self._block.refuse(reason)
         args, kwargs = fill(self._pattern, [*map(apart, tensors)])
         numbers = RandomStates(default_sources(self._devices) if self._saved.has_integers else ())
         again = Fingerprint(full=self._block.full, frontier=self._saved.frontier)
@@ -333,7 +335,7 @@ class _Call:
             if not isinstance(error, Exception) or _ran_out(error) or isinstance(error, OffloadError):
                 raise  # it says nothing of the block
             reason = f"its forward raised {type(error).__name__}: {error}"
-            raise self._block.refuse(self._module, reason) from error
+            raise self._block.refuse(reason) from error
         finally:
             seen.gen.close()  # here, and not by the end of the frame of an interrupt inside of contextlib
         again.close()
@@ -345,10 +347,10 @@ class _Call:
 
     def _compare(self, again: Fingerprint, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> None:
         if any(tensor.retains_grad for tensor in tensors):  # not apart: it took it from the one that the model holds
-            raise self._block.refuse(self._module, "it calls retain_grad() of an input")
+            raise self._block.refuse("it calls retain_grad() of an input")
         edited = self._state.changed_twice
         if edited is not None:
-            raise self._block.refuse(self._module, f"it edits {edited}, a buffer, by a second reference to it")
+            raise self._block.refuse(f"it edits {edited}, a buffer, by a second reference to it")
         reason = self._saved.difference(again)
         if reason is None:
             integers = self._saved.differing_integers(again)
@@ -362,7 +364,6 @@ class _Call:
                 self._block.unwritten.update(known)
         if reason is not None:
             raise self._block.refuse(
-                self._module,
                 f"{reason}: it depends on something that has changed and is not put back, or does not repeat its bits",
             )
 

@@ -140,7 +140,9 @@ def measured_pass(
     return runs, [parameter.grad for parameter in model.parameters()], watch.num_trials
 
 
-def test_one_call_of_each_class_is_run_again_and_a_difference_keeps_the_class() -> None:
+def test_one_call_of_each_class_is_run_again_and_a_difference_keeps_the_class(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = torch.nn.Sequential(Scales(), Scales(), Scales())
     with Blocks({}) as none:
         expected = measured_pass(none, model)[1]
@@ -155,7 +157,9 @@ def test_one_call_of_each_class_is_run_again_and_a_difference_keeps_the_class() 
         model[0].error = MemoryError()  # which tells nothing
         assert_identical(measured_pass(blocks, model), ([1, 1, 1], expected, 1))
         model[0].error = None
-        seen = measured_pass(blocks, model, before_backward=lambda: FACTORS.append(3.0))
+        with caplog.at_level("INFO", logger="lightning_ssd"):
+            seen = measured_pass(blocks, model, before_backward=lambda: FACTORS.append(3.0))
+        assert "blocks of the class Scales are kept, since one was run again: the values of" in caplog.text
         FACTORS.pop()
         assert_identical(seen, ([2, 1, 1], expected, 1), "what was kept serves backward")
         assert list(blocks.refused) == ["0", "1", "2"]
