@@ -4,13 +4,9 @@ There is no other accelerator than CUDA to run on here. A device that PyTorch it
 of its own; the generic words are spoken to the CPU as far as it understands them, and to CUDA where it is.
 """
 
-from __future__ import annotations
-
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +29,7 @@ from tests.support.patience import PATIENCE_S
 CPU = torch.device("cpu")
 
 
-def test_words_are_chosen_by_the_type_of_the_device() -> None:
+def test_words_are_chosen_by_the_type_of_the_device():
     assert device_types()[:2] == ("cpu", "cuda")
     assert isinstance(accelerator_of(torch.device("cuda", 3)), CudaAccelerator)
     assert has_streams(torch.device("cuda", 3))
@@ -45,9 +41,7 @@ def test_words_are_chosen_by_the_type_of_the_device() -> None:
     assert not has_streams(torch.device("meta"))
 
 
-def test_an_accelerator_of_pytorch_that_lacks_something_is_refused_by_what_it_lacks(
-    spill_dir: Path, forks: list[str]
-) -> None:
+def test_an_accelerator_of_pytorch_that_lacks_something_is_refused_by_what_it_lacks(spill_dir, forks):
     command = [*forks, "-m", "tests.support.accelerator_script", str(spill_dir)]
     child = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=PATIENCE_S
@@ -56,7 +50,7 @@ def test_an_accelerator_of_pytorch_that_lacks_something_is_refused_by_what_it_la
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="looks at a machine without an accelerator")
-def test_a_cpu_understands_the_generic_words_in_part() -> None:
+def test_a_cpu_understands_the_generic_words_in_part():
     generic = GenericAccelerator(CPU)
     assert isinstance(generic.new_stream(), torch.Stream)
     assert isinstance(generic.event(), torch.Event)
@@ -64,12 +58,11 @@ def test_a_cpu_understands_the_generic_words_in_part() -> None:
     with pytest.raises(RuntimeError, match="doesn't support events"):
         generic.event().record(generic.new_stream())
     missing = _try_out(generic, CPU)
-    assert missing is not None
     assert missing.startswith("PyTorch lacks streams for it (")
 
 
 @pytest.mark.parametrize("kind", [SSDOffloadStrategy, SSDOffloadFabricStrategy])
-def test_strategies_take_what_lightning_and_pytorch_know(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_take_what_lightning_and_pytorch_know(kind, monkeypatch):
     """Lightning itself has no such accelerator; somebody may register one."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     kind(parallel_devices=[torch.device("xpu", 0)])._configure_launcher()
@@ -77,7 +70,7 @@ def test_strategies_take_what_lightning_and_pytorch_know(kind: type[Any], monkey
         kind(parallel_devices=[torch.device("mps")])._configure_launcher()
 
 
-def test_what_an_older_pytorch_cannot_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_older_pytorch_cannot_tell_is_unknown(monkeypatch):
     for name in ("memory_stats", "memory_allocated", "get_memory_info", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.delattr(torch.accelerator, name)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: object())
@@ -88,8 +81,8 @@ def test_what_an_older_pytorch_cannot_tell_is_unknown(monkeypatch: pytest.Monkey
     generic.empty_cache()
 
 
-def test_only_that_nobody_can_tell_is_taken_for_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(device: torch.device) -> int:
+def test_only_that_nobody_can_tell_is_taken_for_unknown(monkeypatch):
+    def broken(device):
         raise RuntimeError("the device has fallen off the bus")
 
     monkeypatch.setattr(torch.accelerator, "memory_allocated", broken)
@@ -108,10 +101,8 @@ def test_only_that_nobody_can_tell_is_taken_for_unknown(monkeypatch: pytest.Monk
     ],
     ids=["nothing", "on another device", "a pool", "an older PyTorch", "an allocator that tells nothing"],
 )
-def test_graphs_are_known_by_pools_of_the_allocator(
-    segments: list[dict[str, Any]] | None, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def snapshot() -> list[dict[str, Any]]:
+def test_graphs_are_known_by_pools_of_the_allocator(segments, expected, monkeypatch):
+    def snapshot():
         if segments is None:
             raise RuntimeError("cudaMallocAsync does not yet support snapshot")
         return segments
@@ -120,7 +111,7 @@ def test_graphs_are_known_by_pools_of_the_allocator(
     assert CudaAccelerator(torch.device("cuda", 0)).may_have_graphs() is expected
 
 
-def test_a_device_whose_module_knows_no_graphs_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_whose_module_knows_no_graphs_has_none(monkeypatch):
     generic = GenericAccelerator(CPU)
     assert not generic.may_have_graphs()
     monkeypatch.setattr(torch.cpu, "graph", object(), raising=False)
@@ -132,75 +123,58 @@ class Pretended:
 
     locks_host_memory = False
 
-    def __init__(self) -> None:
-        self.asked: list[str] = []
+    def __init__(self):
+        self.asked = []
         self.num_made = 0
 
-    def _made(self, kind: str) -> Any:
+    def _made(self, kind):
         self.num_made += 1
         return PretendedOne(f"{kind} {self.num_made}", self.asked)
 
     @contextmanager
-    def as_current(self) -> Iterator[None]:
+    def as_current(self):
         self.asked.append("device")
         yield
 
     @contextmanager
-    def using(self, stream: Any) -> Iterator[None]:
+    def using(self, stream):
         self.asked.append(f"on {stream.name}")
         yield
         self.asked.append(f"off {stream.name}")
 
-    def new_stream(self) -> Any:
+    def new_stream(self):
         return self._made("stream")
 
-    def current_stream(self) -> Any:
+    def current_stream(self):
         return PretendedOne("current", self.asked)
 
-    def event(self) -> Any:
+    def event(self):
         return self._made("event")
 
     timing_event = event
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self):
         return False
-
-    def synchronize(self) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def memory_stats(self) -> dict[str, int]:
-        return {}
-
-    def reset_peak(self) -> None: ...
-
-    def allocated_bytes(self) -> int:
-        return 0
-
-    def free_bytes(self) -> int | None:
-        return None
 
 
 class PretendedOne:
-    """A stream or an event."""
-
-    def __init__(self, name: str, asked: list[str]) -> None:
+    def __init__(self, name, asked):
         self.name, self._asked = name, asked
 
-    def record(self, stream: Any) -> None:
+    def record(self, stream):
         self._asked.append(f"{self.name} in {stream.name}")
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event):
         self._asked.append(f"{self.name} waits for {event.name}")
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self._asked.append(f"wait for {self.name}")
 
-    def query(self) -> bool:
+    def query(self):
         return True
 
 
-def test_a_copy_runs_on_its_own_stream_behind_the_mark_and_is_marked_there() -> None:
+def test_a_copy_runs_on_its_own_stream_behind_the_mark_and_is_marked_there():
     device = Pretended()
     copies = StreamCopies(device)
     there, here = torch.arange(5.0), torch.zeros(5)
@@ -216,42 +190,10 @@ def test_a_copy_runs_on_its_own_stream_behind_the_mark_and_is_marked_there() -> 
     ]
 
 
-def test_cuda_is_asked_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No device: the calls themselves are noted."""
-    pretended, asked = Pretended(), []
+def test_cuda_makes_an_object_of_a_stream_once(monkeypatch):
+    made = []
 
-    class Event(PretendedOne):
-        def __init__(self, *, blocking: bool) -> None:
-            assert blocking
-            super().__init__("event", pretended.asked)
-
-    @contextmanager
-    def on(device: torch.device) -> Iterator[None]:
-        asked.append(device)
-        yield
-
-    device = torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: PretendedOne(f"stream of {device}", pretended.asked))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: PretendedOne("current", pretended.asked))
-    monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr(torch.cuda, "stream", pretended.using)
-    copies = StreamCopies(CudaAccelerator(device))
-    there, here = torch.arange(5.0), torch.zeros(5)
-    copies.copy_in(here, there, copies.mark()).synchronize()
-    assert torch.equal(here, there)
-    assert asked == [device, device]
-    name = "stream of cuda:1"
-    assert pretended.asked == [
-        "event in current",
-        *(f"on {name}", f"{name} waits for event", f"event in {name}", f"off {name}", "wait for event"),
-    ]
-
-
-def test_cuda_makes_an_object_of_a_stream_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
-
-    def make(device: torch.device) -> object:
+    def make(device):
         made.append(object())
         return made[-1]
 
@@ -266,7 +208,7 @@ def test_cuda_makes_an_object_of_a_stream_once(monkeypatch: pytest.MonkeyPatch) 
     assert cuda.current_stream() is made[2]
 
 
-def gradients(model: torch.nn.Module, batch: torch.Tensor, offloader: Offloader | None) -> list[torch.Tensor]:
+def gradients(model, batch, offloader):
     model.zero_grad()
     if offloader is None:
         model(batch).square().mean().backward()
@@ -279,7 +221,7 @@ def gradients(model: torch.nn.Module, batch: torch.Tensor, offloader: Offloader 
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def check_training(directory: Path, device: torch.device, copies: StreamCopies) -> None:
+def check_training(directory, device, copies):
     torch.manual_seed(0)
     blocks = (torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(4))
     model, batch = torch.nn.Sequential(*blocks).to(device), torch.randn(64, 256).to(device)
@@ -295,8 +237,8 @@ def check_training(directory: Path, device: torch.device, copies: StreamCopies) 
         assert offloader.stats.bytes_read > 0
 
 
-def test_training_through_the_protocol_is_exact(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[Any] = []
+def test_training_through_the_protocol_is_exact(spill_dir, monkeypatch):
+    recorded = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append(stream.name))
     device = Pretended()
     check_training(spill_dir, CPU, StreamCopies(device))
@@ -306,7 +248,7 @@ def test_training_through_the_protocol_is_exact(spill_dir: Path, monkeypatch: py
 
 
 @pytest.mark.gpu
-def test_the_generic_words_train_on_cuda(spill_dir: Path) -> None:
+def test_the_generic_words_train_on_cuda(spill_dir):
     device = torch.device("cuda", torch.cuda.current_device())
     generic = GenericAccelerator(device)
     assert _try_out(generic, device) is None

@@ -1,11 +1,7 @@
 """What the compiler sees of the package, and that trials of user code leave no mark in it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,15 +14,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo's own
 
 
 class Counted:
-    """A backend that runs graphs as they are."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_graphs = self.num_runs = 0
 
-    def __call__(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    def __call__(self, module, inputs):
         self.num_graphs += 1
 
-        def run(*args: Any) -> Any:
+        def run(*args):
             self.num_runs += 1
             return module.forward(*args)
 
@@ -34,22 +28,22 @@ class Counted:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Any:
+def _fresh_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.linear(x).tanh()
 
 
-def fit(model: nn.Module, directory: Path) -> None:
+def fit(model, directory):
     hardware = HardwareProfile(paths=(str(directory),))
     with Offloader(policy=OffloadPolicy(activations="recompute"), hardware=hardware) as offloader:
         offloader.register_module(model)
@@ -59,7 +53,7 @@ def fit(model: nn.Module, directory: Path) -> None:
         offloader.end_backward()
 
 
-def test_a_model_that_is_registered_again_and_again_stays_compiled(tmp_path: Path) -> None:
+def test_a_model_that_is_registered_again_and_again_stays_compiled(tmp_path):
     """Dynamo compiles a frame eight times, and then runs it as it is without a word."""
     how = Counted()
     model = nn.Sequential(Block(), Block())
@@ -83,7 +77,7 @@ def test_a_model_that_is_registered_again_and_again_stays_compiled(tmp_path: Pat
     assert how.num_graphs <= 4
 
 
-def test_a_stand_in_does_not_outlive_its_module(tmp_path: Path) -> None:
+def test_a_stand_in_does_not_outlive_its_module(tmp_path):
     model = nn.Sequential(Block(), Block())
     fit(model, tmp_path)
     gone = weakref.ref(model[0])
@@ -92,7 +86,7 @@ def test_a_stand_in_does_not_outlive_its_module(tmp_path: Path) -> None:
     assert gone() is None
 
 
-def test_trials_may_overlap() -> None:
+def test_trials_may_overlap():
     """They end in any order, and what is compiled runs compiled again."""
     how = Counted()
     double = torch.compile(lambda x: x * 2, backend=how)
@@ -113,14 +107,14 @@ def test_trials_may_overlap() -> None:
     assert how.num_runs == 2
 
 
-def test_where_the_compiler_is_at_work() -> None:
+def test_where_the_compiler_is_at_work():
     seen = []
 
     @torch.compiler.disable
-    def note() -> None:
+    def note():
         seen.append(compiler_is_at_work())
 
-    def function(x: torch.Tensor) -> torch.Tensor:
+    def function(x):
         note()
         return x + 1
 

@@ -1,13 +1,11 @@
 """A critical section that Ctrl-C does not divide, and waiting that leaves no lock taken."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import count
 from types import FrameType
@@ -18,13 +16,14 @@ import pytest
 from lightning_ssd.common import interrupts
 from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.waiting import Changes, Latch
+from tests.support.helpers import within
+from tests.support.threads import at_once
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 @pytest.fixture(autouse=True)
-def put_back() -> Iterator[None]:
-    """The handler that was there must be there after each test."""
+def put_back():
     before = signal.getsignal(signal.SIGINT)
     yield
     after = signal.signal(signal.SIGINT, before)
@@ -32,7 +31,7 @@ def put_back() -> Iterator[None]:
 
 
 @contextmanager
-def handling(handler: Handler) -> Iterator[None]:
+def handling(handler):
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield
@@ -42,8 +41,7 @@ def handling(handler: Handler) -> Iterator[None]:
 
 
 @contextmanager
-def interrupt_after(seconds: float) -> Iterator[None]:
-    """Ctrl-C, to the main thread."""
+def interrupt_after(seconds):
     timer = threading.Timer(seconds, os.kill, args=(os.getpid(), signal.SIGINT))
     timer.start()
     try:
@@ -52,27 +50,13 @@ def interrupt_after(seconds: float) -> Iterator[None]:
         timer.join()
 
 
-def interrupted_and_wrong() -> None:
+def interrupted_and_wrong():
     with deferring_interrupts():
         signal.raise_signal(signal.SIGINT)
         raise ZeroDivisionError
 
 
-def test_an_interrupt_is_raised_at_the_end() -> None:
-    done: list[str] = []
-
-    def work() -> None:
-        with deferring_interrupts():
-            time.sleep(0.3)
-            done.append("section")
-        done.append("behind it")
-
-    with interrupt_after(0.05), pytest.raises(KeyboardInterrupt):
-        work()
-    assert done == ["section"]
-
-
-def test_an_error_of_the_section_is_its_context() -> None:
+def test_an_error_of_the_section_is_its_context():
     with pytest.raises(KeyboardInterrupt) as caught:
         interrupted_and_wrong()
     assert isinstance(caught.value.__context__, ZeroDivisionError)
@@ -80,10 +64,10 @@ def test_an_error_of_the_section_is_its_context() -> None:
         raise ZeroDivisionError
 
 
-def test_a_handler_of_the_user_is_called_once_the_section_is_over() -> None:
+def test_a_handler_of_the_user_is_called_once_the_section_is_over():
     """Lightning and notebooks have their own. One that raises nothing hides no error."""
-    calls: list[tuple[int, list[str]]] = []
-    done: list[str] = []
+    calls = []
+    done = []
     with handling(lambda number, frame: calls.append((number, list(done)))):
         with deferring_interrupts():
             signal.raise_signal(signal.SIGINT)
@@ -94,10 +78,10 @@ def test_a_handler_of_the_user_is_called_once_the_section_is_over() -> None:
         assert len(calls) == 2
 
 
-def test_a_section_within_a_section_does_nothing() -> None:
-    done: list[str] = []
+def test_a_section_within_a_section_does_nothing():
+    done = []
 
-    def work() -> None:
+    def work():
         with deferring_interrupts():
             outer = signal.getsignal(signal.SIGINT)
             with deferring_interrupts():
@@ -111,51 +95,37 @@ def test_a_section_within_a_section_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_where_python_has_no_handler_nothing_is_done(handler: Handler) -> None:
+def test_where_python_has_no_handler_nothing_is_done(handler):
     with handling(handler), deferring_interrupts():
         assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_handler_of_c_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_of_c_stays(monkeypatch):
     """Python cannot put such a one back."""
     monkeypatch.setattr(signal, "getsignal", lambda number: None)
     with deferring_interrupts():
         pass
 
 
-def test_in_another_thread_nothing_is_done() -> None:
-    seen: list[Handler] = []
+@pytest.mark.parametrize("is_taken_for_main", [False, True], ids=["another", "that of another interpreter"])
+def test_in_a_thread_that_may_set_no_handler_nothing_is_done(is_taken_for_main, monkeypatch):
+    if is_taken_for_main:
+        monkeypatch.setattr(threading, "main_thread", threading.current_thread)
+    seen = []
 
-    def work() -> None:
+    def work():
         with deferring_interrupts():
             seen.append(signal.getsignal(signal.SIGINT))
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    at_once(work)
     assert seen == [signal.getsignal(signal.SIGINT)]
 
 
-def test_where_no_handler_may_be_set_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the first thread of another interpreter."""
-    found = []
-    monkeypatch.setattr(threading, "main_thread", threading.current_thread)  # each is taken for it
-
-    def work() -> None:
-        with deferring_interrupts():
-            found.append("went on")
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == ["went on"]
-
-
-def test_another_signal_s_handler_that_raises_leaves_the_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_signal_s_handler_that_raises_leaves_the_handler(monkeypatch):
     """Just when the section has begun."""
     set_handler = signal.signal
 
-    def set_and_raise(number: int, handler: Any) -> Any:
+    def set_and_raise(number, handler):
         monkeypatch.setattr(signal, "signal", set_handler)
         set_handler(number, handler)
         raise TimeoutError
@@ -167,11 +137,11 @@ def test_another_signal_s_handler_that_raises_leaves_the_handler(monkeypatch: py
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_further_interrupt_after_some_seconds_is_obeyed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_further_interrupt_after_some_seconds_is_obeyed_at_once(monkeypatch):
     """A drive may hang, so that the section has no end. Launchers send two at once: that is one."""
-    done: list[str] = []
+    done = []
 
-    def work() -> None:
+    def work():
         with deferring_interrupts():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
@@ -187,11 +157,11 @@ def test_a_further_interrupt_after_some_seconds_is_obeyed_at_once(monkeypatch: p
 
 
 @contextmanager
-def interrupt_at(number: int) -> Iterator[list[str]]:
+def interrupt_at(number):
     """Ctrl-C at one of the points of entering and leaving a section at which Python looks for signals; gives which."""
     num, found = 0, list[str]()
 
-    def look(frame: FrameType, event: str, arg: Any) -> None:
+    def look(frame, event, arg):
         nonlocal num
         if frame.f_code.co_filename in (interrupts.__file__, signal.__file__) and event in ("call", "c_return"):
             num += 1
@@ -207,10 +177,10 @@ def interrupt_at(number: int) -> Iterator[list[str]]:
         sys.setprofile(None)
 
 
-def test_at_each_point_the_section_is_whole_or_has_not_begun_and_the_interrupt_comes() -> None:
+def test_at_each_point_the_section_is_whole_or_has_not_begun_and_the_interrupt_comes():
     before, counts = signal.getsignal(signal.SIGINT), {(): 0, ("begun", "over"): 0}
     for number in count():
-        done: list[str] = []
+        done = []
         with interrupt_at(number) as where:
             try:
                 with deferring_interrupts():
@@ -227,35 +197,24 @@ def test_at_each_point_the_section_is_whole_or_has_not_begun_and_the_interrupt_c
     assert min(counts.values()) > 5
 
 
-def test_an_interrupted_wait_leaves_the_latch_to_others() -> None:
+def test_a_wait_that_was_interrupted_or_limited_leaves_the_latch_to_others():
     latch = Latch()
     with interrupt_after(0.05), pytest.raises(KeyboardInterrupt):
         latch.wait()
     assert not latch.wait_for(0.01)
+    threading.Timer(0.05, latch.open).start()
+    assert latch.wait_for(30)
     latch.open()
-    latch.open()
-    for _ in range(2):
-        latch.wait()
+    within(5, lambda: (latch.wait(), latch.wait()))
     assert latch.wait_for(0.0)
 
 
-def test_an_interrupted_wait_for_a_change_leaves_the_lock() -> None:
+def test_an_interrupted_wait_for_a_change_leaves_the_lock():
     changes = Changes()
     with interrupt_after(0.05), pytest.raises(KeyboardInterrupt):
         changes.until(lambda: None)
-    found: list[int] = []
+    found = []
     with changes.lock:
         changes.tell()  # whoever has gone, too
         found.append(1)
     assert changes.until(lambda: found[0]) == 1
-
-
-def test_a_latch_that_was_waited_for_with_a_limit_can_be_waited_for_again() -> None:
-    latch = Latch()
-    assert not latch.wait_for(0.01)
-    threading.Timer(0.05, latch.open).start()
-    assert latch.wait_for(30)
-    waiter = threading.Thread(target=latch.wait, daemon=True)
-    waiter.start()
-    waiter.join(5)
-    assert not waiter.is_alive()

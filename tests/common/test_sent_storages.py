@@ -1,10 +1,7 @@
 """Memory that other processes have, too: by the cache of PyTorch's module that sends it, and by what sends it."""
 
-from __future__ import annotations
-
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,32 +15,29 @@ ALLOCATION = b"the handle of an allocation"
 
 
 class Storage:
-    """Of a card, as far as it is asked."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         self.device = torch.device("cuda", 0)
         self._memory = torch.zeros(1).untyped_storage()
         self._cdata = self._memory._cdata
 
-    def is_shared(self) -> bool:
+    def is_shared(self):
         return True
 
-    def _weak_ref(self) -> Any:
+    def _weak_ref(self):
         return self._memory._weak_ref()
 
 
-def known(storage: Storage, *, expired: bool = False) -> Any:
+def known(storage, *, expired=False):
     return SimpleNamespace(cdata=storage._cdata, expired=lambda: expired)
 
 
-def is_sent(storage: Storage) -> bool:
-    return is_in_other_processes(storage)  # type: ignore[arg-type]
+def is_sent(storage):
+    return is_in_other_processes(storage)
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch) -> dict[object, object]:
-    """PyTorch's, while nothing was sent."""
-    cache: dict[object, object] = {}
+def cache(monkeypatch):
+    cache = {}
     monkeypatch.setattr(reductions, "shared_cache", cache)
     monkeypatch.setattr(sent_storages, "_sent", {})
     monkeypatch.setattr(sent_storages._Noting, "has_missed", False)
@@ -52,7 +46,7 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> dict[object, object]:
     return cache
 
 
-def test_memory_of_a_card_is_shared_only_if_it_was_sent(cache: dict[object, object]) -> None:
+def test_memory_of_a_card_is_shared_only_if_it_was_sent(cache):
     """PyTorch says of each storage of a CUDA device that it is shared: taken at its word, nothing would ever leave."""
     storage = Storage()
     assert not is_sent(storage)
@@ -60,22 +54,22 @@ def test_memory_of_a_card_is_shared_only_if_it_was_sent(cache: dict[object, obje
     assert is_sent(storage)
 
 
-def test_two_of_one_allocation_are_sent(cache: dict[object, object]) -> None:
+def test_two_of_one_allocation_are_sent(cache):
     """PyTorch's cache has the last one alone."""
 
-    def share(storage: Storage, *, answer: int) -> int:
+    def share(storage, *, answer):
         cache[ALLOCATION] = known(storage)
         return answer
 
     first, second, own = Storage(), Storage(), Storage()
     sending_is_noted()
     sends = noting_sent(share)
-    assert [sends(storage, answer=3) for storage in (first, second)] == [3, 3]  # type: ignore[arg-type]
+    assert [sends(storage, answer=3) for storage in (first, second)] == [3, 3]
     assert [is_sent(storage) for storage in (first, second, own)] == [True, True, False]
 
 
 @pytest.mark.parametrize("expired", [False, True])
-def test_of_what_was_sent_before_anybody_noted_the_rest_is_unknown(cache: dict[object, object], expired: bool) -> None:
+def test_of_what_was_sent_before_anybody_noted_the_rest_is_unknown(cache, expired):
     sent, received = Storage(), Storage()
     cache[ALLOCATION] = known(sent, expired=expired)
     cache[ALLOCATION, 512] = known(received)  # each has an entry of its own
@@ -84,7 +78,7 @@ def test_of_what_was_sent_before_anybody_noted_the_rest_is_unknown(cache: dict[o
 
 
 @pytest.mark.parametrize("strategy", sorted(multiprocessing.get_all_sharing_strategies()))
-def test_memory_of_a_cpu_that_was_sent_tells_nothing_of_a_card(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_cpu_that_was_sent_tells_nothing_of_a_card(strategy, monkeypatch):
     """As batches of a loader's workers are; by files it has names."""
     monkeypatch.setattr(multiprocessing, "_sharing_strategy", strategy)
     tensor = torch.zeros(8)
@@ -94,16 +88,16 @@ def test_memory_of_a_cpu_that_was_sent_tells_nothing_of_a_card(strategy: str, mo
     assert not is_sent(Storage())
 
 
-def test_what_was_sent_and_is_gone_is_forgotten() -> None:
+def test_what_was_sent_and_is_gone_is_forgotten():
     sends, alive = noting_sent(lambda storage: None), Storage()
-    sends(alive)  # type: ignore[arg-type]
+    sends(alive)
     for _ in range(20):
-        sends(Storage())  # type: ignore[arg-type]
+        sends(Storage())
     assert len(sent_storages._sent) <= 5
     assert is_sent(alive)
 
 
-def test_the_cache_names_a_storage_by_its_address() -> None:
+def test_the_cache_names_a_storage_by_its_address():
     tensor = torch.zeros(8)
     ForkingPickler.dumps(tensor)
     storage = tensor.untyped_storage()

@@ -1,7 +1,5 @@
 """One call in a thread of its own."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -11,18 +9,18 @@ import pytest
 from lightning_ssd.common.task import Task
 
 
-def test_an_error_that_a_task_keeps_takes_no_frames_of_the_caller() -> None:
+def test_an_error_that_a_task_keeps_takes_no_frames_of_the_caller():
     class Misfit(Exception):
-        def __init__(self, first: int, second: int) -> None:
+        def __init__(self, first, second):
             super().__init__(f"{first} and {second}")
             self.first = first
 
-    def work() -> None:
+    def work():
         raise Misfit(1, 2) from ZeroDivisionError()
 
-    met: list[weakref.ref[threading.Event]] = []
+    met = []
 
-    def ask() -> None:
+    def ask():
         memory = threading.Event()
         met.append(weakref.ref(memory))
         task.result()
@@ -40,7 +38,7 @@ def test_an_error_that_a_task_keeps_takes_no_frames_of_the_caller() -> None:
     assert [memory() for memory in met] == [None, None]
 
 
-def test_a_task_that_never_began_is_not_waited_for() -> None:
+def test_a_task_that_never_began_is_not_waited_for():
     task = Task(threading.current_thread, "lightning_ssd-test")
     task.wait()
     assert not task.is_done
