@@ -1,12 +1,9 @@
 """Memory that shows a file: what leaves comes back, whoever wrote it, and a refusal of the drive is an error."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,51 +17,43 @@ NBYTES = 64 * PAGE_BYTES
 
 
 @pytest.fixture
-def fd(spill_dir: Path) -> Iterator[int]:
+def fd(spill_dir):
     with tempfile.TemporaryFile(dir=spill_dir, buffering=0) as file:
         file.write(os.urandom(NBYTES))
         os.fsync(file.fileno())
         yield file.fileno()
 
 
-def shown(fd: int, *, shared: bool) -> tuple[FileView, torch.Tensor]:
+def shown(fd, *, shared):
     view = FileView(NBYTES)
     view.show(0, fd, 0, NBYTES, shared=shared)
     return view, view.tensor(0, torch.uint8, (NBYTES,), (1,))
 
 
-def in_file(fd: int) -> bytes:
+def in_file(fd):
     return os.pread(fd, NBYTES, 0)
 
 
-def resident_kib(view: FileView) -> int:
-    """Of the pages that this process has mapped there."""
+def resident_kib(view):
     wanted = f"{view.address:x}-"
     lines = iter(Path("/proc/self/smaps").read_text(encoding="ascii").splitlines())
     assert any(line.startswith(wanted) for line in lines)
     return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
 
 
-def test_pages_come_and_leave(fd: int) -> None:
-    view, tensor = shown(fd, shared=True)
-    assert resident_kib(view) == 0
-    view.bring_in(0, NBYTES)
-    assert resident_kib(view) == NBYTES // 1024
-    view.send_out(0, NBYTES)
-    assert resident_kib(view) == 0
-    assert bytes(tensor.numpy()) == in_file(fd)
-
-
-def test_what_was_written_survives_leaving(fd: int) -> None:
+def test_what_was_written_survives_leaving(fd):
     view, tensor = shown(fd, shared=True)
     tensor[5 * PAGE_BYTES + 3] = 7
     tensor.numpy()[9] = 8
     expected = bytes(tensor.numpy())
+    view.bring_in(0, NBYTES)
+    assert resident_kib(view) == NBYTES // 1024
     view.send_out(0, NBYTES)
+    assert resident_kib(view) == 0
     assert bytes(tensor.numpy()) == expected == in_file(fd)
 
 
-def test_made_private_it_is_ordinary_memory_with_the_same_bytes(fd: int) -> None:
+def test_made_private_it_is_ordinary_memory_with_the_same_bytes(fd):
     view, tensor = shown(fd, shared=True)
     tensor[0] ^= 255
     expected = bytes(tensor.numpy())
@@ -74,7 +63,7 @@ def test_made_private_it_is_ordinary_memory_with_the_same_bytes(fd: int) -> None
     assert in_file(fd) == expected, "a private edit changes no file"
 
 
-def test_what_cannot_be_read_is_an_error_not_a_signal(fd: int) -> None:
+def test_what_cannot_be_read_is_an_error_not_a_signal(fd):
     view, _ = shown(fd, shared=True)
     os.ftruncate(fd, NBYTES // 2)
     with pytest.raises(OSError, match="Input/output") as refused:
@@ -82,7 +71,7 @@ def test_what_cannot_be_read_is_an_error_not_a_signal(fd: int) -> None:
     assert refused.value.errno == errno.EIO
 
 
-def test_an_old_kernel_maps_at_the_first_touch(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_kernel_maps_at_the_first_touch(fd, monkeypatch):
     monkeypatch.setattr("lightning_ssd.memory.file_mapping._POPULATE_READ", 250)  # no such advice
     view, tensor = shown(fd, shared=True)
     view.bring_in(0, NBYTES)
@@ -90,13 +79,13 @@ def test_an_old_kernel_maps_at_the_first_touch(fd: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("start", "offset"), [(1, 0), (0, 1), (PAGE_BYTES, 0)])
-def test_parts_are_whole_pages_within_the_range(start: int, offset: int, fd: int) -> None:
+def test_parts_are_whole_pages_within_the_range(start, offset, fd):
     view = FileView(NBYTES)
     with pytest.raises(ValueError, match="whole pages within the range"):
         view.show(start, fd, offset, NBYTES)
 
 
-def test_mapped_to_be_written_to_no_page_is_a_fault(fd: int) -> None:
+def test_mapped_to_be_written_to_no_page_is_a_fault(fd):
     """Unless the system begins to write them to the file in between: each is a fault again then. So three tries."""
     faults = []
     for _ in range(3):
@@ -112,7 +101,7 @@ def test_mapped_to_be_written_to_no_page_is_a_fault(fd: int) -> None:
 
 
 @pytest.mark.parametrize("opened", [os.O_RDONLY, os.O_RDWR | os.O_DIRECT])
-def test_what_was_read_is_in_the_page_cache(opened: int, spill_dir: Path) -> None:
+def test_what_was_read_is_in_the_page_cache(opened, spill_dir):
     path = spill_dir / "file"
     path.write_bytes(os.urandom(3 * NBYTES))
     again = os.open(path, opened)
@@ -131,7 +120,7 @@ def test_what_was_read_is_in_the_page_cache(opened: int, spill_dir: Path) -> Non
 
 
 @pytest.mark.parametrize("offset", [0, PAGE_BYTES, 5 << 20])
-def test_a_large_range_begins_where_huge_pages_of_the_file_do(offset: int) -> None:
+def test_a_large_range_begins_where_huge_pages_of_the_file_do(offset):
     view = FileView(HUGE_PAGE_BYTES, offset=offset)
     assert (view.address - offset) % HUGE_PAGE_BYTES == 0
     tensor = view.tensor(0, torch.uint8, (HUGE_PAGE_BYTES,), (1,))

@@ -1,8 +1,5 @@
 """Freed memory leaves the process where memory is short of what waits in the page cache, and else stays."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +11,6 @@ from lightning_ssd.memory.malloc import MallocThreshold
 pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
 
 WAITING = 1000
-Made = Callable[..., FreedMemory]
 
 
 class Machine:
@@ -24,7 +20,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch):
     said = Machine()
     monkeypatch.setattr(host_room, "host_available_bytes", lambda cached: said.available_bytes)
     monkeypatch.setattr(freed_memory, "trim", lambda: setattr(said, "num_trims", said.num_trims + 1))
@@ -34,11 +30,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.fixture
-def made(machine: Machine) -> Iterator[Made]:
-    all_made: list[FreedMemory] = []
+def made(machine):
+    all_made = []
 
-    def make(**options: bool | int) -> FreedMemory:
-        all_made.append(FreedMemory(**options))  # type: ignore[arg-type]
+    def make(**options):
+        all_made.append(FreedMemory(**options))
         return all_made[-1]
 
     yield make
@@ -48,18 +44,16 @@ def made(machine: Machine) -> Iterator[Made]:
         assert not stays(one)
 
 
-def is_fixed(freed: FreedMemory) -> bool:
+def is_fixed(freed):
     return freed._threshold in MallocThreshold._users
 
 
-def stays(freed: FreedMemory) -> bool:
+def stays(freed):
     return freed._threshold in MallocThreshold._reusers
 
 
 @pytest.mark.parametrize("has_pages", [True, False])
-def test_with_room_for_all_freed_memory_stays_where_it_is_reused(
-    has_pages: bool, made: Made, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_room_for_all_freed_memory_stays_where_it_is_reused(has_pages, made, machine, monkeypatch):
     monkeypatch.setattr(freed_memory, "has_whole_pages", lambda: has_pages)
     freed = made()
     freed.leaves()
@@ -80,7 +74,7 @@ def test_with_room_for_all_freed_memory_stays_where_it_is_reused(
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
-def test_where_no_gradient_waits_malloc_is_left_alone(is_limited: bool, made: Made) -> None:
+def test_where_no_gradient_waits_malloc_is_left_alone(is_limited, made):
     freed = made(is_limited=is_limited)
     freed.expect(0)
     assert not is_fixed(freed)
@@ -92,9 +86,7 @@ def test_where_no_gradient_waits_malloc_is_left_alone(is_limited: bool, made: Ma
 
 
 @pytest.mark.parametrize("available", [2 * WAITING - 1, 0, None])
-def test_where_memory_is_short_or_unknown_freed_memory_leaves_to_the_end(
-    available: int | None, made: Made, machine: Machine
-) -> None:
+def test_where_memory_is_short_or_unknown_freed_memory_leaves_to_the_end(available, made, machine):
     """It would come and go with each step else, as what leaves is available then."""
     machine.available_bytes = available
     freed = made()
@@ -106,7 +98,7 @@ def test_where_memory_is_short_or_unknown_freed_memory_leaves_to_the_end(
         assert is_fixed(freed)
 
 
-def test_memory_that_gets_short_later_is_seen_at_a_border(made: Made, machine: Machine) -> None:
+def test_memory_that_gets_short_later_is_seen_at_a_border(made, machine):
     freed = made()
     freed.expect(WAITING)
     machine.available_bytes = WAITING
@@ -118,7 +110,7 @@ def test_memory_that_gets_short_later_is_seen_at_a_border(made: Made, machine: M
     assert machine.num_trims == 1, "what is free already leaves now"
 
 
-def test_processes_share_the_memory(made: Made, machine: Machine) -> None:
+def test_processes_share_the_memory(made, machine):
     machine.available_bytes = 4 * WAITING
     two, three = made(num_processes=2), made(num_processes=3)
     two.expect(WAITING), three.expect(WAITING)

@@ -1,11 +1,7 @@
 """Freed memory returns as far as it has to, in passes that free any, and only in those."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,14 +23,12 @@ LOOK = 16 * MIB
 CPU = torch.device("cpu")
 
 
-def is_fixed(of: HeapPolicy) -> bool:
+def is_fixed(of):
     return of._threshold in MallocThreshold._users
 
 
 class Heap:
-    """A process whose memory the test makes, with a policy in a pass that moves."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.used = self.free = self.mapped = 0
         self.num_trims = self.saved_bytes = 0
         monkeypatch.setattr(module, "trim", self.trim)
@@ -42,15 +36,15 @@ class Heap:
         self.policy = HeapPolicy(is_ours=True, level=self.level)
         self.policy.enter(HeapMode.TRIM)
 
-    def level(self) -> int:
+    def level(self):
         return (self.used + self.free + self.mapped) * MIB
 
-    def trim(self) -> bool:
+    def trim(self):
         self.free = 0
         self.num_trims += 1
         return True
 
-    def trims_at(self, used: int, free: int) -> int:
+    def trims_at(self, used, free):
         self.num_trims, self.used, self.free = 0, used, free
         self.saved_bytes += LOOK
         self.policy.look(self.saved_bytes)
@@ -58,20 +52,20 @@ class Heap:
 
 
 @pytest.fixture
-def heap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heap]:
+def heap(monkeypatch):
     made = Heap(monkeypatch)
     yield made
     made.policy.close()
 
 
 @pytest.fixture
-def heap_policy() -> Iterator[HeapPolicy]:
+def heap_policy():
     made = HeapPolicy(is_ours=True)
     yield made
     made.close()
 
 
-def test_free_memory_stays_until_more_is_resident_than_was_ever_needed(heap: Heap) -> None:
+def test_free_memory_stays_until_more_is_resident_than_was_ever_needed(heap):
     heap.policy.expect(0)  # 16 MiB may stay in any case
     assert heap.trims_at(50, 400) == 1, "what is in use was not known"
     for used, free, trims in ((50, 16, 0), (50, 17, 1), (120, 4, 0), (120, 16, 0), (60, 76, 0), (60, 77, 1)):
@@ -79,9 +73,7 @@ def test_free_memory_stays_until_more_is_resident_than_was_ever_needed(heap: Hea
 
 
 @pytest.mark.parametrize(("is_known", "trims"), [(True, "10000"), (False, "11111")])
-def test_what_cannot_return_is_not_asked_for(
-    is_known: bool, trims: str, heap: Heap, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_return_is_not_asked_for(is_known, trims, heap, monkeypatch):
     """Gradients, for example, until the optimizer has used them."""
     if not is_known:
         monkeypatch.setattr(module, "besides_blocks_bytes", lambda: None)
@@ -89,7 +81,7 @@ def test_what_cannot_return_is_not_asked_for(
     assert "".join(str(heap.trims_at(used, 0)) for used in (50, 200, 220, 240, 260)) == trims
 
 
-def test_nothing_is_asked_where_nothing_moves_or_between_passes(heap: Heap) -> None:
+def test_nothing_is_asked_where_nothing_moves_or_between_passes(heap):
     heap.policy.enter(HeapMode.RELAXED)
     heap.num_trims = 0  # of the holes that the pass before has left
     assert heap.trims_at(0, 1000) == 0
@@ -104,11 +96,11 @@ def test_nothing_is_asked_where_nothing_moves_or_between_passes(heap: Heap) -> N
     assert heap.num_trims == 0, "memory that is not malloc's"
 
 
-def test_an_error_of_looking_is_no_error_and_the_level_is_read_as_bytes_are_saved() -> None:
+def test_an_error_of_looking_is_no_error_and_the_level_is_read_as_bytes_are_saved():
     """Workers look too: one that died of it would leave the training thread waiting for ever."""
     calls = []
 
-    def level() -> int:
+    def level():
         calls.append(None)
         raise OSError(24, "Too many open files")
 
@@ -123,7 +115,7 @@ def test_an_error_of_looking_is_no_error_and_the_level_is_read_as_bytes_are_save
     heap_policy.close()
 
 
-def test_where_there_is_little_memory_none_stays(heap_policy: HeapPolicy) -> None:
+def test_where_there_is_little_memory_none_stays(heap_policy):
     for room, fixed in ((None, False), (116 * MIB, False), (115 * MIB, True)):
         heap_policy.expect(100 * MIB, room)
         heap_policy.enter(HeapMode.TRIM)
@@ -131,20 +123,20 @@ def test_where_there_is_little_memory_none_stays(heap_policy: HeapPolicy) -> Non
         assert heap_policy._is_watched != fixed
 
 
-def test_freed_tensors_really_leave(tmp_path: Path) -> None:
+def test_freed_tensors_really_leave(tmp_path):
     """Of this process: tensors below glibc's own threshold, saved and moved while the resident set is looked at."""
     levels = []
 
     class Watched(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             ctx.save_for_backward(torch.full((MIB,), 2.0))  # 4 MiB
             levels.append(level_bytes(CPU))
             return x * 2.0
 
         @staticmethod
-        def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return grad * ctx.saved_tensors[0][0]  # type: ignore[attr-defined]
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0][0]
 
     trim()  # what other tests have left resident would be used before the level rises
     with open_offloader(tmp_path, Setup()) as offloader:
@@ -160,7 +152,7 @@ def test_freed_tensors_really_leave(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_pages", [True, False])
-def test_each_mode_sets_malloc_until_the_end(has_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_mode_sets_malloc_until_the_end(has_pages, monkeypatch):
     monkeypatch.setattr(module, "has_whole_pages", lambda: has_pages)
     heap_policy = HeapPolicy(is_ours=True)
     for mode in (*HeapMode, HeapMode.TRIM):
@@ -179,9 +171,7 @@ def test_each_mode_sets_malloc_until_the_end(has_pages: bool, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("library", "is_told"), [("libtcmalloc_minimal.so.4", True), (None, False)])
-def test_a_foreign_malloc_makes_a_memory_budget_vague(
-    library: str | None, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_malloc_makes_a_memory_budget_vague(library, is_told, tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_ssd._assembly.foreign_malloc", lambda: library)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -195,7 +185,7 @@ def test_a_foreign_malloc_makes_a_memory_budget_vague(
 # -- what malloc holds back is available: a pass like the last one finds its memory there ------------------------------
 
 
-def test_free_heap_is_what_a_trim_gives_back() -> None:
+def test_free_heap_is_what_a_trim_gives_back():
     trim()
     kept = [torch.ones(25_000) for _ in range(2000)]  # 100 kB each: from the heap
     taken = free_heap_bytes()
@@ -208,16 +198,14 @@ def test_free_heap_is_what_a_trim_gives_back() -> None:
 
 
 @pytest.mark.parametrize(("is_counted", "is_drained"), [(True, True), (True, False), (False, False)])
-def test_memory_is_not_scarce_because_malloc_holds_it(
-    is_counted: bool, is_drained: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_memory_is_not_scarce_because_malloc_holds_it(is_counted, is_drained, monkeypatch, tmp_path):
     """Passes leave their memory in the heap: beside that, not enough is available for the next one."""
     free = [0]
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 3 * SAVED - free[0])
     monkeypatch.setattr(tensor_cache, "level_bytes", lambda device: free[0])
     monkeypatch.setattr(HeapPolicy, "free_bytes", lambda self: free[0] if is_counted else 0)
 
-    def look(step: int, session: Session) -> None:
+    def look(step, session):
         if session.offloader is not None:
             settle(session.offloader)
             if is_drained:
@@ -228,13 +216,12 @@ def test_memory_is_not_scarce_because_malloc_holds_it(
     with open_offloader(tmp_path, setup) as offloader:
         outcome(trains(3, look), Session.of(offloader, setup))
         scheduler = offloader._parts.scheduler
-        assert scheduler is not None
         assert scheduler._limits.limits_total_memory is not is_counted
 
 
-def test_backward_is_looked_at_as_bytes_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_is_looked_at_as_bytes_come_back(tmp_path, monkeypatch):
     """Else what backward frees stays beside the gradients, at the worst moment of a step."""
-    told: list[int] = []
+    told = []
     monkeypatch.setattr(HeapPolicy, "look", lambda policy, come_bytes: told.append(come_bytes))
     with open_offloader(tmp_path, EAGER) as offloader:
         x = torch.rand(64, 64).requires_grad_()

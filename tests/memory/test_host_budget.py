@@ -1,19 +1,17 @@
 """Host memory of several users: together they never have more than there is, and nothing is lost of it."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 
 import pytest
 
-from lightning_ssd.memory.host_budget import BudgetShare, HostMemoryBudget
+from lightning_ssd.memory.host_budget import HostMemoryBudget
 from tests.support.threads import at_once
 
 PAGE = 4096
 
 
-def test_first_come_first_served() -> None:
+def test_first_come_first_served():
     host_budget = HostMemoryBudget(10 * PAGE + 4095)
     assert host_budget.total_bytes == host_budget.left_bytes == 10 * PAGE
     one, other = host_budget.share(), host_budget.share()
@@ -24,7 +22,7 @@ def test_first_come_first_served() -> None:
     assert one.grow(PAGE, PAGE) == 0
 
 
-def test_what_is_given_back_is_there_for_others() -> None:
+def test_what_is_given_back_is_there_for_others():
     host_budget = HostMemoryBudget(10 * PAGE)
     one, other = host_budget.share(), host_budget.share()
     one.grow(10 * PAGE, 10 * PAGE)
@@ -38,7 +36,7 @@ def test_what_is_given_back_is_there_for_others() -> None:
 @pytest.mark.parametrize(
     ("num", "unit", "expected"), [(3, PAGE, 3), (99, 3 * PAGE, 2), (4, PAGE + 1, 4), (1, 9 * PAGE, 0)]
 )
-def test_units_are_whole_or_not_there(num: int, unit: int, expected: int) -> None:
+def test_units_are_whole_or_not_there(num, unit, expected):
     host_budget = HostMemoryBudget(8 * PAGE)
     share = host_budget.share()
     share.grow(PAGE, 5 * PAGE)
@@ -48,11 +46,11 @@ def test_units_are_whole_or_not_there(num: int, unit: int, expected: int) -> Non
     assert share.fit(0, unit) == share.nbytes == 0
 
 
-def test_many_threads_have_no_more_together() -> None:
+def test_many_threads_have_no_more_together():
     host_budget = HostMemoryBudget(64 * PAGE)
-    shares: list[BudgetShare] = []
+    shares = []
 
-    def work(seed: int) -> None:
+    def work(seed):
         chance, share = random.Random(seed), host_budget.share()
         shares.append(share)
         for _ in range(500):

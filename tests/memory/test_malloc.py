@@ -1,18 +1,20 @@
+"""What glibc's malloc keeps of freed tensors, in processes of their own."""
+
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.memory.malloc import MallocThreshold, foreign_malloc, trim
+from lightning_ssd.memory.malloc import PAGES_VARIABLE, MallocThreshold, foreign_malloc, trim
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import BARE_PACKAGE
 
 glibc_only = pytest.mark.skipif(MallocThreshold().reason is not None, reason=f"no mallopt: {MallocThreshold().reason}")
+ON, OFF = {PAGES_VARIABLE: "1"}, {PAGES_VARIABLE: "0"}
 
 PATTERN = """
 import ctypes
@@ -69,10 +71,17 @@ def held_after_free(nbytes=2 * MIB, total=128 * MIB):
 read_memory(), torch.ones(64 * MIB, dtype=torch.uint8)    # code that was never run would become resident later
 occupy_holes()
 libc.mallopt(M_MMAP_THRESHOLD, 32 * MIB)    # where glibc's own adjustment ends up
+
+def is_mapped(nbytes):    # more than any hole
+    mapped = libc.mallinfo2().hblks
+    block = libc.malloc(nbytes)
+    found = libc.mallinfo2().hblks > mapped
+    libc.free(block)
+    return found
 """
 
 
-def run(program: str, begin: Sequence[str] = (sys.executable,), **env: str) -> str:
+def run(program, begin=(sys.executable,), **env):
     done = subprocess.run(
         [*begin, "-c", BARE_PACKAGE + program],
         env={key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
@@ -86,51 +95,36 @@ def run(program: str, begin: Sequence[str] = (sys.executable,), **env: str) -> s
     return done.stdout.strip()
 
 
-def run_pattern(body: str, begin: Sequence[str] = (sys.executable,), **env: str) -> str:
-    return run(PATTERN + body, begin, **env)
+def much(values):
+    """Whether the heap serves such tensors again."""
+    return min(values) > 100
 
 
-@glibc_only
-def test_freed_buffers_leave_the_process_only_with_the_fixed_threshold(forks):
-    assert int(run_pattern("print(held_after_free()[0])", forks)) > 100, (
-        "one live buffer on top keeps all of them resident"
-    )
-    fixed = run_pattern(
+HOLES = """
+before = libc.mallinfo2().arena
+for _ in range(3):
+    with MallocThreshold():
+        grown = libc.mallinfo2().arena - before
+    print(grown // MIB, (libc.mallinfo2().arena - before) // MIB)
+with MallocThreshold():
+    print(held_after_free()[0])
+large, last_large = held_after_free(33 * MIB, 132 * MIB)
+small, last = held_after_free()
+print(small, large)
+"""
+PROGRAMS = {
+    "one live buffer on top keeps all of them resident": ("print(held_after_free()[0])", much),
+    "the fixed threshold": (
         """
 threshold = MallocThreshold()
 assert threshold.fix() and threshold.reason is None
 print(held_after_free()[0], held_after_free(8 * MIB)[0])
 """,
-        forks,
-    )
-    two, eight = map(int, fixed.split())
-    assert two <= 4
-    assert eight <= 10
-
-
-@glibc_only
-def test_holes_that_the_heap_has_already_are_not_used(forks):
-    output = run_pattern(
-        """
-_, last = held_after_free()             # leaves 126 MiB of hole below a live buffer
-with MallocThreshold():
-    inside, last_inside = held_after_free()
-after, last_after = held_after_free()
-print(inside, after)
-""",
-        forks,
-    )
-    inside, after = map(int, output.split())
-    assert inside <= 4
-    assert after > 100, "restored: the heap serves such buffers again"
-
-
-@glibc_only
-def test_an_interrupt_while_holes_are_held_leaves_nothing(forks):
-    output = run_pattern(
+        lambda values: max(values) <= 10,
+    ),
+    "an interrupt while holes are held": (
         """
 from lightning_ssd.memory.malloc import _HeldHoles
-
 hold = _HeldHoles._hold
 def interrupted(self, size):
     hold(self, size)
@@ -142,42 +136,97 @@ _HeldHoles._hold = interrupted
 try:
     threshold.fix()
 except KeyboardInterrupt:
-    print("interrupted")
-_HeldHoles._hold = hold
-threshold.restore()
-print(held_after_free()[0], MallocThreshold._holes)
+    _HeldHoles._hold = hold
+    threshold.restore()
+    print(held_after_free()[0])
+    assert MallocThreshold._holes is None
 """,
-        forks,
-    )
-    told, after = output.splitlines()
-    assert told == "interrupted"
-    assert int(after.removesuffix(" None")) > 100, "the heap serves such buffers again"
+        much,
+    ),
+    **{
+        f"holes are held without a new one, {name}": (
+            heap + HOLES,
+            # 2 MiB lies under the restored threshold, 33 MiB over it: mapped, so freed at once.
+            lambda values: max(values[:6]) <= 0 and values[6] <= 4 and values[7] > 100 and values[8] <= 34,
+        )
+        for name, heap in (("small heap", ""), ("holes in 128 MiB", "make_heap(128 * MIB)"))
+    },
+    "the lowest claim holds until the last restore": (
+        """
+low, high = MallocThreshold(64 * 1024), MallocThreshold(8 * MIB)
+low.fix(), low.fix(), high.fix()
+both, last = held_after_free()
+high.restore(), high.restore()
+one, last = held_after_free()
+low.restore()
+print(both, one, held_after_free()[0])
+""",
+        lambda values: values[0] <= 4 and values[1] <= 4 and values[2] > 100,
+    ),
+    "freed tensors of any size stay until somebody trims": (
+        """
+from lightning_ssd.memory.malloc import trim
+threshold = MallocThreshold()
+threshold.reuse(), threshold.reuse()
+before = read_memory().host_bytes
+buffers = [torch.ones(33 * MIB, dtype=torch.uint8) for _ in range(4)]
+buffers.clear()
+kept = read_memory().host_bytes - before
+trim()
+print(kept // MIB, (read_memory().host_bytes - before) // MIB)
+assert not is_mapped(512 * MIB)
+threshold.restore()
+assert is_mapped(900 * MIB), "what is mapped is freed at once"
+assert not MallocThreshold._is_changed
+""",
+        lambda values: values[0] > 120 and values[1] <= 4,
+    ),
+    "the latest claim of one user holds, and that to map each tensor comes first": (
+        """
+threshold, other = MallocThreshold(), MallocThreshold()
+for claims in (["fix", "reuse", "fix"], ["reuse", "fix"], ["fix"]):
+    for claim in claims:
+        getattr(threshold, claim)()
+    fixed, last = held_after_free()
+    threshold.reuse()
+    with other:
+        inside, last = held_after_free()
+    print(fixed, inside, held_after_free()[0])
+    threshold.restore()
+    assert not (MallocThreshold._holes or MallocThreshold._users or MallocThreshold._reusers)
+""",
+        lambda values: max(values[0::3] + values[1::3]) <= 4 and min(values[2::3]) > 100,
+    ),
+    "an interrupt between claim and setting is made good": (
+        """
+threshold, apply = MallocThreshold(), MallocThreshold._apply
+def interrupted(self):
+    raise KeyboardInterrupt
+for begin in (threshold.reuse, threshold.restore):
+    MallocThreshold._apply = interrupted
+    try:
+        begin()
+        raise AssertionError("no interrupt")
+    except KeyboardInterrupt:
+        MallocThreshold._apply = apply
+threshold.reuse()
+print(held_after_free(33 * MIB, 132 * MIB)[0])
+threshold.restore()
+assert is_mapped(512 * MIB), "large ones are mapped again, and so freed at once"
+assert not MallocThreshold._is_changed
+""",
+        lambda values: min(values) > 120,
+    ),
+}
+"""What they print, in MiB, and what is to hold of each value or of all."""
 
 
 @glibc_only
-@pytest.mark.parametrize("heap", ["", "make_heap(128 * MIB)"], ids=["small heap", "holes in 128 MiB"])
-def test_holes_are_held_without_a_new_one_and_after_restore_the_threshold_is_32_mib(heap, forks):
-    output = run_pattern(
-        heap
-        + """
-before = libc.mallinfo2().arena
-for _ in range(3):
-    with MallocThreshold():
-        grown = libc.mallinfo2().arena - before
-    print(grown // MIB, (libc.mallinfo2().arena - before) // MIB)
-with MallocThreshold():
-    inside, last = held_after_free()
-large, last_large = held_after_free(33 * MIB, 132 * MIB)
-small, last = held_after_free()
-print(inside, small, large)
-""",
-        forks,
-    )
-    *grown, inside, small, large = map(int, output.split())
-    assert max(grown) <= 0, output
-    assert inside <= 4
-    assert small > 100, "2 MiB lies under the restored threshold"
-    assert large <= 34, "33 MiB lies over it: mapped, so freed at once"
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_stays_resident(name, forks):
+    program, holds = PROGRAMS[name]
+    values = [int(value) for value in run(PATTERN + program, forks).split()]
+    assert holds(values), values
 
 
 @glibc_only
@@ -189,28 +238,52 @@ print(inside, small, large)
     ],
 )
 def test_restore_returns_to_the_users_own_setting(env):
-    output = run_pattern("MallocThreshold().__enter__().restore()\nprint(held_after_free()[0])", **env)
-    assert int(output) <= 4
+    program = "MallocThreshold().__enter__().restore()\nprint(held_after_free()[0])"
+    assert int(run(PATTERN + program, **env)) <= 4
+
+
+CHURN = """
+# A layer's output lives until the next one is there; beside each of them something small lives on.
+import torch
+libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
+small, last = [], None
+
+def churn(num):
+    global last, small
+    before = libc.mallinfo2().arena
+    for _ in range(num):
+        last = torch.empty(6 * MIB, dtype=torch.uint8)
+        small += [torch.empty(n) for n in range(1, 8)]
+    return (libc.mallinfo2().arena - before) // MIB
+
+churn(40)    # the heap that imports have left gives room to a few first, each time other ones
+print(churn(80))
+"""
 
 
 @glibc_only
-def test_the_lowest_claim_holds_until_the_last_restore(forks):
-    output = run_pattern(
-        """
-low, high = MallocThreshold(64 * 1024), MallocThreshold(8 * MIB)
-low.fix(), low.fix(), high.fix()
-both, last = held_after_free()
-high.restore(), high.restore()
-one, last = held_after_free()
-low.restore()
-print(both, one, held_after_free()[0])
-""",
-        forks,
-    )
-    both, one, none = map(int, output.split())
-    assert both <= 4
-    assert one <= 4
-    assert none > 100
+def test_where_pytorch_has_tensors_in_whole_pages_what_one_leaves_fits_the_next_one():
+    grown = int(run(PATTERN + CHURN, **ON))
+    assert grown < 40, "of 480 MiB in turn; without whole pages it is all of them in most runs"
+
+
+@glibc_only
+def test_a_setting_of_pytorch_is_told_by_addresses():
+    ask = "from lightning_ssd.memory.malloc import *; print(has_whole_pages(), malloc_name())"
+    with_pages, without = run(ask, **ON), run(ask, **OFF)
+    assert with_pages.startswith("True glibc ")
+    assert with_pages.endswith(", tensors in whole pages")
+    assert without.startswith("False glibc ")
+    assert "pages" not in without
+    fakes = "from torch._subclasses.fake_tensor import FakeTensorMode\nFakeTensorMode().__enter__()\n"
+    assert run(fakes + ask.replace("malloc_name()", ""), **ON) == "True"
+
+
+@glibc_only
+def test_the_recipes_have_it_and_a_user_may_say_otherwise():
+    begin = "import recipes; from lightning_ssd.memory.malloc import has_whole_pages; print(has_whole_pages())"
+    assert run(begin, ("env", "-u", PAGES_VARIABLE, sys.executable)) == "True"
+    assert run(begin, **OFF) == "False"
 
 
 def test_a_foreign_malloc_is_left_alone(monkeypatch):

@@ -1,12 +1,9 @@
 """Memory for reloads: of any size and phase, recycled, in huge pages, and gone when nobody points at it any more."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ import torch
 from lightning_ssd.common.tensors import Region, TensorSpec
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory import pools
-from lightning_ssd.memory.mmap import MappedBlock
 from lightning_ssd.memory.pools import ReloadPool
 from tests.support.process_memory import huge_page_bytes, resident_bytes
 from tests.support.threads import at_once
@@ -24,12 +20,11 @@ from tests.support.threads import at_once
 KIB, MIB = 1 << 10, 1 << 20
 
 
-def fill(storage: torch.UntypedStorage, value: int) -> None:
+def fill(storage, value):
     ctypes.memset(storage.data_ptr(), value, storage.nbytes())
 
 
-def settled(pool: ReloadPool) -> tuple[int, int]:
-    """Return bytes lent and bytes spare, once what PyTorch has let go of is back."""
+def settled(pool):
     with pool._lock:
         pool._drain()
         pool._surplus()
@@ -38,14 +33,14 @@ def settled(pool: ReloadPool) -> tuple[int, int]:
 
 class TestReloadPool:
     @pytest.fixture
-    def pool(self) -> Iterator[ReloadPool]:
+    def pool(self):
         pool = ReloadPool(256 * MIB)
         yield pool
         pool.close()
 
     @pytest.mark.parametrize("alignment", [1, 4, 512, 4096, 16384])
     @pytest.mark.parametrize("nbytes", [0, 1, 100, 4096, 65535, 65536, MIB, 2 * MIB, 3 * MIB + 17, 12 * MIB])
-    def test_size_and_phase(self, pool: ReloadPool, nbytes: int, alignment: int) -> None:
+    def test_size_and_phase(self, pool, nbytes, alignment):
         for phase in {0, 1 % alignment, 64 % alignment, alignment - 1}:
             storage = pool.take(nbytes, phase, alignment)
             assert storage.nbytes() == nbytes
@@ -53,7 +48,7 @@ class TestReloadPool:
                 assert storage.data_ptr() % alignment == phase
             fill(storage, 3)
 
-    def test_memory_comes_back_when_torch_lets_go(self, pool: ReloadPool) -> None:
+    def test_memory_comes_back_when_torch_lets_go(self, pool):
         storage = pool.take(8 * MIB, 64, 512)
         address, view = storage.data_ptr(), torch.empty(0).set_(storage)
         assert settled(pool) == (8 * MIB + 4096, 0)
@@ -63,13 +58,13 @@ class TestReloadPool:
         assert settled(pool) == (0, 8 * MIB + 4096)
         assert pool.take(8 * MIB, 64, 512).data_ptr() == address
 
-    def test_other_phases_and_similar_sizes_share_memory(self, pool: ReloadPool) -> None:
+    def test_other_phases_and_similar_sizes_share_memory(self, pool):
         address = pool.take(8 * MIB, 64, 512).data_ptr() - 64
         assert pool.take(7 * MIB, 100, 512).data_ptr() == address + 100
         other = pool.take(5 * MIB, 0, 512)
         assert other.data_ptr() != address, "8 MiB for 5 MiB wastes too much"
 
-    def test_spare_memory_is_bounded_and_the_oldest_goes(self) -> None:
+    def test_spare_memory_is_bounded_and_the_oldest_goes(self):
         pool = ReloadPool(20 * MIB)
         storages = [pool.take(8 * MIB, 0, 512) for _ in range(4)]
         addresses = [storage.data_ptr() for storage in storages]
@@ -79,12 +74,12 @@ class TestReloadPool:
         assert {pool.take(8 * MIB, 0, 512).data_ptr(), pool.take(8 * MIB, 0, 512).data_ptr()} <= set(addresses[2:])
         pool.close()
 
-    def test_many_threads(self, pool: ReloadPool) -> None:
-        failures: list[str] = []
+    def test_many_threads(self, pool):
+        failures = []
 
-        def work(seed: int) -> None:
+        def work(seed):
             choose = random.Random(seed)
-            held: list[tuple[torch.UntypedStorage, int]] = []
+            held = []
             for turn in range(200):
                 storage = pool.take(choose.randrange(64 * KIB, 3 * MIB), choose.randrange(512), 512)
                 value = (seed * 31 + turn) % 256
@@ -105,13 +100,11 @@ class TestReloadPool:
         assert lent_bytes == 0
         assert spare_bytes <= 256 * MIB
 
-    def test_nobody_is_given_what_another_one_is_about_to_take(
-        self, pool: ReloadPool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_nobody_is_given_what_another_one_is_about_to_take(self, pool, monkeypatch):
         """This thread plays the other one too, so that it comes at the very moment when a block has been found."""
         best_fit, taken = pools._best_fit, []
 
-        def find(spare: list[MappedBlock], *need: int) -> MappedBlock | None:
+        def find(spare, *need):
             found = best_fit(spare, *need)
             monkeypatch.setattr(pools, "_best_fit", best_fit)
             if pool._lock.acquire(blocking=False):
@@ -127,11 +120,11 @@ class TestReloadPool:
         taken.append(pool.take(MIB, 0, 64))
         assert [storage.data_ptr() == address for storage in taken] == [True, False]
 
-    def test_what_is_lent_is_noted_under_the_lock(self, pool: ReloadPool) -> None:
+    def test_what_is_lent_is_noted_under_the_lock(self, pool):
         """Else a close in between would clear the notes before the last one is made."""
 
         class Watched(dict[int, Any]):
-            def __setitem__(self, key: int, loan: Any) -> None:
+            def __setitem__(self, key, loan):
                 assert pool._lock.locked()
                 super().__setitem__(key, loan)
 
@@ -139,13 +132,13 @@ class TestReloadPool:
         storage = pool.take(MIB, 0, 64)
         assert settled(pool)[0] == storage.nbytes() == MIB
 
-    def test_let_go_in_another_thread_and_inside_garbage_collection(self, pool: ReloadPool) -> None:
+    def test_let_go_in_another_thread_and_inside_garbage_collection(self, pool):
         class Cycle:
             pass
 
         for _ in range(20):
             cycle = Cycle()
-            cycle.itself, cycle.storage = cycle, pool.take(MIB, 0, 512)  # type: ignore[attr-defined]
+            cycle.itself, cycle.storage = cycle, pool.take(MIB, 0, 512)
             del cycle
         with pool._lock:
             at_once(gc.collect)
@@ -153,7 +146,7 @@ class TestReloadPool:
         assert lent_bytes == 0
         assert spare_bytes >= MIB
 
-    def test_let_go_by_autograd(self, pool: ReloadPool) -> None:
+    def test_let_go_by_autograd(self, pool):
         """Backward drops saved tensors in its own thread, without the GIL at first."""
         weight = torch.ones(MIB, requires_grad=True)
         saved = TensorSpec.of(torch.ones(MIB)).view(pool.take(4 * MIB, 0, 512)).fill_(2.0)
@@ -161,11 +154,10 @@ class TestReloadPool:
         del saved
         assert settled(pool)[0] == 4 * MIB
         loss.backward()
-        assert weight.grad is not None
         assert weight.grad[0] == 2
         assert settled(pool)[0] == 0
 
-    def test_tensors_outlive_the_pool(self) -> None:
+    def test_tensors_outlive_the_pool(self):
         pool = ReloadPool(64 * MIB)
         storages = [pool.take(4 * MIB, 64, 512) for _ in range(3)]
         for value, storage in enumerate(storages):
@@ -179,7 +171,7 @@ class TestReloadPool:
         storages.clear()
         gc.collect()
 
-    def test_memory_is_freed_when_tensors_outlive_the_pool(self) -> None:
+    def test_memory_is_freed_when_tensors_outlive_the_pool(self):
         pool = ReloadPool(64 * MIB)
         storage = pool.take(32 * MIB, 0, 512)
         fill(storage, 1)
@@ -188,17 +180,17 @@ class TestReloadPool:
         del storage
         assert before - resident_bytes() > 30 * MIB
 
-    def test_after_close(self, pool: ReloadPool) -> None:
+    def test_after_close(self, pool):
         pool.close()
         with pytest.raises(OffloaderClosedError, match="after the pool was closed"):
             pool.take(MIB, 0, 512)
 
     @pytest.mark.parametrize("phase", [-1, 512, 1000])
-    def test_refuses_impossible_phases(self, pool: ReloadPool, phase: int) -> None:
+    def test_refuses_impossible_phases(self, pool, phase):
         with pytest.raises(ValueError, match="0 up to 511"):
             pool.take(MIB, phase, 512)
 
-    def test_lies_in_huge_pages(self, pool: ReloadPool) -> None:
+    def test_lies_in_huge_pages(self, pool):
         setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
         if not setting.exists() or "[never]" in setting.read_text():
             pytest.skip("this kernel gives no transparent huge pages")
@@ -206,7 +198,7 @@ class TestReloadPool:
         fill(storage, 1)
         assert huge_page_bytes(Region.of(storage)) >= 16 * MIB
 
-    def test_costs_no_more_memory_than_asked_for(self, pool: ReloadPool) -> None:
+    def test_costs_no_more_memory_than_asked_for(self, pool):
         before = resident_bytes()
         storages = [pool.take(3 * MIB + 100, 64, 512) for _ in range(16)]
         for storage in storages:
@@ -215,7 +207,7 @@ class TestReloadPool:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_has_the_addresses_and_not_what_is_there() -> None:
+def test_a_forked_child_has_the_addresses_and_not_what_is_there():
     """So nothing else can lie there when the inherited objects die, and no page is shared with a read under way."""
     pool = ReloadPool(64 * MIB)
     held, spare = pool.take(4 * MIB, 0, 512), pool.take(4 * MIB, 0, 512)

@@ -1,10 +1,7 @@
 """Staging buffers: aligned, used again, and pinned where a device copies."""
 
-from __future__ import annotations
-
 import ctypes
 import random
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -21,13 +18,13 @@ MIB = 1 << 20
 
 class TestStagingPool:
     @pytest.fixture
-    def pool(self) -> Iterator[StagingPool]:
+    def pool(self):
         pool = StagingPool()
         yield pool
         pool.close()
 
     @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 5000, MIB + 1, 3 * MIB])
-    def test_buffers_are_aligned_exact_and_writable(self, pool: StagingPool, nbytes: int) -> None:
+    def test_buffers_are_aligned_exact_and_writable(self, pool, nbytes):
         with pool.lease(nbytes) as region:
             assert region.nbytes == nbytes
             assert region.address % 4096 == 0
@@ -35,16 +32,16 @@ class TestStagingPool:
             ctypes.memset(region.address, 7, nbytes)
         assert pool.lent_bytes == 0
 
-    def test_there_are_no_more_than_threads_that_lease(self, pool: StagingPool) -> None:
+    def test_there_are_no_more_than_threads_that_lease(self, pool):
         for nbytes in (3 * MIB, MIB, 4 * MIB, 4096):
             with pool.lease(nbytes), pool.lease(nbytes):
                 assert pool.lent_bytes <= 8 * MIB
         assert [block.nbytes for block in pool._spare] == [4 * MIB] * 2
 
-    def test_threads_never_share_a_buffer(self, pool: StagingPool) -> None:
-        failures: list[str] = []
+    def test_threads_never_share_a_buffer(self, pool):
+        failures = []
 
-        def work(seed: int) -> None:
+        def work(seed):
             choose = random.Random(seed)
             for _ in range(150):
                 with pool.lease(choose.randrange(1, 3 * MIB)) as region:
@@ -57,8 +54,8 @@ class TestStagingPool:
         at_once(*(lambda seed=seed: work(seed) for seed in range(1, 9)))
         assert failures == []
 
-    def test_a_failing_body_gives_its_buffer_back(self, pool: StagingPool) -> None:
-        def fail() -> None:
+    def test_a_failing_body_gives_its_buffer_back(self, pool):
+        def fail():
             with pool.lease(4096):
                 raise KeyError("injected")
 
@@ -66,7 +63,7 @@ class TestStagingPool:
             fail()
         assert pool.lent_bytes == 0
 
-    def test_close(self, pool: StagingPool) -> None:
+    def test_close(self, pool):
         with pool.lease(4096) as region:
             pool.close()
             pool.close()
@@ -75,53 +72,31 @@ class TestStagingPool:
         with pytest.raises(OffloaderClosedError, match="after the pool was closed"), pool.lease(1):
             pass
 
-    def test_pins_each_buffer_once_and_unpins_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls: list[tuple[str, int]] = []
-        cudart = SimpleNamespace(
-            cudaHostRegister=lambda address, nbytes, flags: calls.append(("register", address)) or 0,
-            cudaHostUnregister=lambda address: calls.append(("unregister", address)) or 0,
-        )
-        monkeypatch.setattr(pools.torch.cuda, "cudart", lambda: cudart)
-        pool = StagingPool(pin=True)
-        for _ in range(3):
-            with pool.lease(MIB) as region:
-                pass
-        with pool.lease(4 * MIB) as large:
-            pass
-        pool.close()
-        assert calls == [
-            ("register", region.address),
-            ("unregister", region.address),
-            ("register", large.address),
-            ("unregister", large.address),
-        ]
-
-    def test_locks_in_the_context_of_its_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pins_each_buffer_once_in_the_context_of_its_device_and_unpins_it(self, monkeypatch):
         """A worker's own device is 0, where another process may train."""
-        calls: list[tuple[str, object]] = []
-        current: list[object] = ["cuda:0"]
+        calls, current = [], ["cuda:0"]
 
         @contextmanager
-        def on(device: torch.device) -> Iterator[None]:
+        def on(device):
             current.append(str(device))
             yield
             current.pop()
 
         cudart = SimpleNamespace(
-            cudaHostRegister=lambda address, nbytes, flags: calls.append(("register", (current[-1], flags))) or 0,
-            cudaHostUnregister=lambda address: calls.append(("unregister", current[-1])) or 0,
+            cudaHostRegister=lambda address, nbytes, flags: calls.append(("pin", address, current[-1], flags)) or 0,
+            cudaHostUnregister=lambda address: calls.append(("unpin", address, current[-1])) or 0,
         )
         monkeypatch.setattr(pools.torch.cuda, "cudart", lambda: cudart)
         monkeypatch.setattr(pools.torch.cuda, "device", on)
-        pool = StagingPool(pin=True, device=torch.device("cuda", 3))
-        with pool.lease(MIB):
-            pass
+        pool, leased = StagingPool(pin=True, device=torch.device("cuda", 3)), []
+        for nbytes in (MIB, MIB, MIB, 4 * MIB):
+            with pool.lease(nbytes) as region:
+                leased.append(region.address)
         pool.close()
-        assert calls == [("register", ("cuda:3", 1)), ("unregister", "cuda:3")]
+        small, large = leased[0], leased[3]
+        assert calls == [call for at in (small, large) for call in (("pin", at, "cuda:3", 1), ("unpin", at, "cuda:3"))]
 
-    def test_goes_on_unpinned_with_one_warning(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_goes_on_unpinned_with_one_warning(self, monkeypatch, caplog):
         monkeypatch.setattr(pools.torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
         pool = StagingPool(pin=True)
         with pool.lease(MIB), pool.lease(2 * MIB):
@@ -131,8 +106,8 @@ class TestStagingPool:
             "CUDA could not lock staging memory (error 2); copies to and from the device are slower"
         ]
 
-    def test_a_buffer_that_could_not_be_made_takes_no_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def lost(*_: object) -> int:
+    def test_a_buffer_that_could_not_be_made_takes_no_room(self, monkeypatch):
+        def lost(*_):
             raise RuntimeError("the device is lost")
 
         monkeypatch.setattr(pools.torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lost))
@@ -145,7 +120,7 @@ class TestStagingPool:
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    def test_pinned_for_real(self) -> None:
+    def test_pinned_for_real(self):
         pool = StagingPool(pin=True)
         with pool.lease(MIB) as region:
             host = torch.frombuffer((ctypes.c_ubyte * MIB).from_address(region.address), dtype=torch.uint8)
@@ -153,7 +128,7 @@ class TestStagingPool:
         pool.close()
 
 
-def test_no_memory_is_said_so() -> None:
+def test_no_memory_is_said_so():
     pool = ReloadPool(0)
     with pytest.raises(MemoryError, match="free host memory"):
         pool.take(1 << 60, 0, 512)
