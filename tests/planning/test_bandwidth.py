@@ -1,7 +1,5 @@
 """The rate of a channel: falls at once, rises slowly, is not fooled by one sample."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -18,8 +16,7 @@ GB = 10**9
 rates = st.floats(1e6, 1e11)
 
 
-def fed(samples: list[float], *, probed: float = 0.0) -> RateEstimate:
-    """After one sample of a second at each of these rates."""
+def fed(samples, *, probed=0.0):
     estimate = RateEstimate(probed)
     for rate in samples:
         estimate.sample(round(rate), 1.0)
@@ -27,12 +24,12 @@ def fed(samples: list[float], *, probed: float = 0.0) -> RateEstimate:
 
 
 @pytest.mark.parametrize("first", [[1e9, 9e9], [9e9, 1e9]])
-def test_without_a_probe_one_burst_is_not_believed(first: list[float]) -> None:
+def test_without_a_probe_one_burst_is_not_believed(first):
     assert fed(first).value == 1e9
 
 
 @given(st.floats(1e9, 1e11), st.floats(0.01, 0.84))
-def test_a_lasting_drop_is_noticed_within_two_samples(before: float, part: float) -> None:
+def test_a_lasting_drop_is_noticed_within_two_samples(before, part):
     estimate = fed([before] * 5, probed=before)
     estimate.sample(round(before * part), 1.0)
     estimate.sample(round(before * part), 1.0)
@@ -41,7 +38,7 @@ def test_a_lasting_drop_is_noticed_within_two_samples(before: float, part: float
 
 
 @given(rates, rates)
-def test_one_odd_sample_changes_nothing(rate: float, odd: float) -> None:
+def test_one_odd_sample_changes_nothing(rate, odd):
     rate = float(round(max(rate, MIN_SAMPLE_BYTES)))
     estimate = fed([rate] * 3)
     for sample in (max(odd, MIN_SAMPLE_BYTES), rate, rate):
@@ -49,7 +46,7 @@ def test_one_odd_sample_changes_nothing(rate: float, odd: float) -> None:
         assert estimate.value == rate
 
 
-def test_a_transfer_across_a_border_changes_nothing() -> None:
+def test_a_transfer_across_a_border_changes_nothing():
     """Its seconds count in one step and its bytes in the next."""
     estimate = fed([1e9] * 3)
     for _ in range(20):
@@ -58,7 +55,7 @@ def test_a_transfer_across_a_border_changes_nothing() -> None:
     assert estimate.value == 1e9
 
 
-def test_it_rises_slowly_but_arrives() -> None:
+def test_it_rises_slowly_but_arrives():
     estimate = fed([1e9, 1e9, 3e9, 3e9])
     assert estimate.value == pytest.approx(1.4e9)
     for _ in range(20):
@@ -69,7 +66,7 @@ def test_it_rises_slowly_but_arrives() -> None:
 
 
 @given(st.lists(rates, min_size=1, max_size=30), st.just(0.0) | rates)
-def test_it_stays_among_what_was_seen(samples: list[float], probed: float) -> None:
+def test_it_stays_among_what_was_seen(samples, probed):
     samples = [float(max(round(rate), MIN_SAMPLE_BYTES)) for rate in samples]
     seen = [*samples, probed] if probed else samples
     value = fed(samples, probed=probed).value
@@ -77,7 +74,7 @@ def test_it_stays_among_what_was_seen(samples: list[float], probed: float) -> No
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_noise_keeps_it_near_and_on_the_careful_side(seed: int) -> None:
+def test_noise_keeps_it_near_and_on_the_careful_side(seed):
     """Normal noise of 5 %: no plan may be thrown away for that."""
     rng = random.Random(seed)
     estimate = RateEstimate(1e9)
@@ -89,7 +86,7 @@ def test_noise_keeps_it_near_and_on_the_careful_side(seed: int) -> None:
     assert 0.92e9 < sum(values) / len(values) < 1.0e9
 
 
-def test_small_samples_are_pooled_until_they_say_something() -> None:
+def test_small_samples_are_pooled_until_they_say_something():
     estimate = RateEstimate(5e9)
     for _ in range(7):
         estimate.sample(MIB, 0.01)
@@ -99,7 +96,7 @@ def test_small_samples_are_pooled_until_they_say_something() -> None:
     assert estimate.value == pytest.approx(100 * MIB)
 
 
-def test_bytes_without_seconds_count_with_the_seconds_that_follow() -> None:
+def test_bytes_without_seconds_count_with_the_seconds_that_follow():
     estimate = RateEstimate()
     estimate.sample(64 * MIB, 0.0)
     assert estimate.value == 0
@@ -107,7 +104,7 @@ def test_bytes_without_seconds_count_with_the_seconds_that_follow() -> None:
     assert estimate.value == 128 * MIB
 
 
-def test_the_band() -> None:
+def test_the_band():
     assert not leaves_band(1e9, 1e9)
     assert not leaves_band(1.149e9, 1e9)
     assert leaves_band(1.151e9, 1e9)
@@ -117,12 +114,12 @@ def test_the_band() -> None:
 
 
 @pytest.mark.parametrize("probed", [-1.0, math.inf, math.nan])
-def test_impossible_probes_are_refused(probed: float) -> None:
+def test_impossible_probes_are_refused(probed):
     with pytest.raises(ConfigError, match=r"RateEstimate.probed=.*0 if unknown"):
         RateEstimate(probed)
 
 
 @pytest.mark.parametrize(("nbytes", "busy_s"), [(-1, 1.0), (1, -1.0), (1, math.inf), (1, math.nan)])
-def test_impossible_samples_are_refused(nbytes: int, busy_s: float) -> None:
+def test_impossible_samples_are_refused(nbytes, busy_s):
     with pytest.raises(ConfigError, match=r"RateEstimate.sample\("):
         RateEstimate().sample(nbytes, busy_s)

@@ -1,9 +1,8 @@
 """The planner, by hand: who moves, who is recomputed, and what is told where nothing can be done."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -11,9 +10,10 @@ from lightning_ssd.planning import planner
 from lightning_ssd.planning.bound import Bound
 from lightning_ssd.planning.candidates import Units
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.plan import Machine, Plan, PlanObjective
+from lightning_ssd.planning.plan import Machine, PlanObjective, Prediction, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, make_plan, smallest_budget
 from lightning_ssd.planning.recompute_trace import inner_storages, recomputed
+from lightning_ssd.planning.what_fits import Choice, Fit, choose, largest
 from tests.support.traces import HOST, KEEP, SSD, network, play, rates, ssd, storage, trace
 
 RECOMPUTE = Placement.RECOMPUTE
@@ -22,11 +22,11 @@ RECOMPUTE = Placement.RECOMPUTE
 NET = network()
 
 
-def count(plan: Plan, placement: Placement) -> int:
+def count(plan, placement):
     return plan.placements.count(placement)
 
 
-def test_a_fast_drive_takes_all_but_the_tail() -> None:
+def test_a_fast_drive_takes_all_but_the_tail():
     plan = make_plan(NET, ssd(1e6), PlanObjective())
     assert plan.prediction.stall_s == 0
     assert plan.prediction.step_s == plan.keep_step_s == NET.end_s
@@ -39,7 +39,7 @@ def test_a_fast_drive_takes_all_but_the_tail() -> None:
     assert plan.limit_bytes == 400
 
 
-def test_a_slow_drive_takes_what_it_can() -> None:
+def test_a_slow_drive_takes_what_it_can():
     plan = make_plan(NET, ssd(50), PlanObjective())
     assert plan.prediction.step_s <= 1.02 * NET.end_s
     # By the end of forward 10 s x 50 bytes/s can have left, of which two storages may have come back at once.
@@ -48,32 +48,32 @@ def test_a_slow_drive_takes_what_it_can() -> None:
 
 
 @pytest.mark.parametrize(("min_relief", "moves"), [(0.03, True), (0.05, False)])
-def test_what_relieves_too_little_is_left_alone(min_relief: float, moves: bool) -> None:
+def test_what_relieves_too_little_is_left_alone(min_relief, moves):
     """The same drive takes 3 to 5 % away."""
     plan = make_plan(NET, ssd(50), PlanObjective(min_relief=min_relief))
     assert plan.moves is moves
     assert (plan.prediction.peak_bytes < NET.saved_peak_bytes) is moves
 
 
-def test_a_budget_is_kept_however_little_it_relieves() -> None:
+def test_a_budget_is_kept_however_little_it_relieves():
     plan = make_plan(NET, ssd(50), PlanObjective(budget_bytes=9_900, min_relief=0.05))
     assert plan.prediction.peak_bytes <= 9_900
 
 
-def test_a_useless_drive_takes_nothing() -> None:
+def test_a_useless_drive_takes_nothing():
     plan = make_plan(NET, ssd(0.1), PlanObjective())
     assert set(plan.placements) == {KEEP}
     assert plan.prediction.peak_bytes == NET.saved_peak_bytes
 
 
-def test_a_budget_costs_what_the_drive_needs() -> None:
+def test_a_budget_costs_what_the_drive_needs():
     plan = make_plan(NET, Machine(ssd=rates(300, 1e6)), PlanObjective(budget_bytes=4000))
     # The last storage is packed at 9.9 s. By then 6,000 bytes must have left, which takes 20 s.
     assert plan.prediction.stall_s == pytest.approx(10.1, abs=1e-3)
     assert plan.prediction.peak_bytes <= 4000
 
 
-def test_the_host_takes_the_overflow() -> None:
+def test_the_host_takes_the_overflow():
     alone = make_plan(NET, ssd(50), PlanObjective())
     plan = make_plan(NET, Machine(ssd=rates(50), host=rates(1e6, capacity=3000)), PlanObjective())
     assert 2000 <= plan.prediction.host_bytes <= 3000
@@ -83,7 +83,7 @@ def test_the_host_takes_the_overflow() -> None:
 
 
 @pytest.mark.parametrize(("rate", "budget"), [(100, 3000), (200, 3500)])
-def test_a_mix_beats_recompute_and_drive_alone(rate: float, budget: int) -> None:
+def test_a_mix_beats_recompute_and_drive_alone(rate, budget):
     case = network(input_nbytes=50)
     goal = PlanObjective(budget_bytes=budget, recompute=True)
     plan = make_plan(case, ssd(rate), goal)
@@ -103,7 +103,7 @@ def test_a_mix_beats_recompute_and_drive_alone(rate: float, budget: int) -> None
     assert [block for block, _ in plan.inputs] == sorted(plan.recompute)
 
 
-def test_a_plan_says_what_wear_forbids_it_to_write() -> None:
+def test_a_plan_says_what_wear_forbids_it_to_write():
     free = make_plan(NET, ssd(1e6), PlanObjective())
     for goal in (PlanObjective(written_bytes=0), PlanObjective(written_bytes=99)):  # a storage has 100 bytes
         plan = make_plan(NET, ssd(1e6), goal)
@@ -116,7 +116,7 @@ def test_a_plan_says_what_wear_forbids_it_to_write() -> None:
     assert free.refused_bytes == 0
 
 
-def test_wear_limits_what_is_written() -> None:
+def test_wear_limits_what_is_written():
     plan = make_plan(NET, ssd(1e6), PlanObjective(written_bytes=3000))
     assert 2000 < plan.prediction.written_bytes <= 3000
     assert plan.prediction.peak_bytes <= NET.saved_peak_bytes - 2000
@@ -128,7 +128,7 @@ def test_wear_limits_what_is_written() -> None:
     assert tight.prediction.written_bytes <= 3000
 
 
-def test_an_impossible_budget_names_the_smallest() -> None:
+def test_an_impossible_budget_names_the_smallest():
     for goal in (PlanObjective(budget_bytes=10), PlanObjective(budget_bytes=10, recompute=True)):
         with pytest.raises(BudgetTooSmall, match="the smallest budget is 100") as caught:
             make_plan(NET, ssd(1000), goal)
@@ -141,7 +141,7 @@ def test_an_impossible_budget_names_the_smallest() -> None:
     assert caught.value.smallest_bytes == 10_000
 
 
-def test_recompute_makes_a_budget_possible() -> None:
+def test_recompute_makes_a_budget_possible():
     case = network(input_nbytes=20)
     # The inputs of all blocks but the last, and one block: 9 x 20 + 1,000.
     assert smallest_budget(case, Machine(), PlanObjective(recompute=True)) == 1180
@@ -151,25 +151,25 @@ def test_recompute_makes_a_budget_possible() -> None:
 
 
 @pytest.mark.parametrize("goal", [PlanObjective(), PlanObjective(budget_bytes=0), PlanObjective(recompute=True)])
-def test_an_empty_pass(goal: PlanObjective) -> None:
+def test_an_empty_pass(goal):
     plan = make_plan(trace([]), ssd(1), goal)
     assert plan.placements == ()
     assert (plan.prediction.step_s, plan.prediction.peak_bytes, plan.limit_bytes) == (0, 0, 0)
 
 
-def test_never_wanted_and_zero_length() -> None:
+def test_never_wanted_and_zero_length():
     case = trace([storage(100, 0, None, 9), storage(100, 5, 6, 7)], forward_end=5, end=9)
     assert make_plan(case, ssd(1e6), PlanObjective()).placements == (SSD, KEEP)
     zero = trace([storage(100, 0, 0, 0), storage(100, 0, None, 0)])
     assert set(make_plan(zero, ssd(1e6), PlanObjective()).placements) == {KEEP}
 
 
-def test_unknown_rates_move_nothing() -> None:
+def test_unknown_rates_move_nothing():
     machine = Machine(ssd=rates(0), host=rates(100, 0))
     assert set(make_plan(NET, machine, PlanObjective()).placements) == {KEEP}
 
 
-def test_blocks_that_the_trace_recomputes_stay_so() -> None:
+def test_blocks_that_the_trace_recomputes_stay_so():
     other, _ = recomputed(network(input_nbytes=50), frozenset({3, 4}))
     plan = make_plan(other, ssd(200), PlanObjective(budget_bytes=3500))
     assert plan.recompute == {3, 4}
@@ -178,10 +178,10 @@ def test_blocks_that_the_trace_recomputes_stay_so() -> None:
 
 
 @pytest.mark.parametrize("goal", [PlanObjective(), PlanObjective(budget_bytes=9500)])
-def test_the_simulator_has_the_last_word(goal: PlanObjective, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulator_has_the_last_word(goal, monkeypatch):
     """A bound that were wrong (groups of storages are coarse) must not break a promise."""
 
-    def the_more_the_better(_: object, places: tuple[Placement, ...], *__: object, **___: object) -> Bound:
+    def the_more_the_better(_, places, *__, **___):
         return Bound(places.count(KEEP) / 100, places.count(KEEP), 0)
 
     monkeypatch.setattr(planner, "bound", the_more_the_better)
@@ -198,7 +198,7 @@ def test_the_simulator_has_the_last_word(goal: PlanObjective, monkeypatch: pytes
     [PlanObjective(recompute=True), PlanObjective(budget_bytes=800_000_000, recompute=True)],
     ids=["lowest", "budget"],
 )
-def test_four_thousand_storages_take_less_than_five_seconds(goal: PlanObjective) -> None:
+def test_four_thousand_storages_take_less_than_five_seconds(goal):
     case = network(80, 50, nbytes=1_000_000, forward_s=0.02, backward_s=0.04, input_nbytes=1_000_000)
     machine = Machine(ssd=rates(1e9), host=rates(5e9, capacity=500_000_000))
     begin = time.thread_time()
@@ -209,7 +209,7 @@ def test_four_thousand_storages_take_less_than_five_seconds(goal: PlanObjective)
     assert len(Units.of(case, max_units=200).members) <= 250
 
 
-def test_what_is_held_until_forward_ends_holds_back_nothing_else() -> None:
+def test_what_is_held_until_forward_ends_holds_back_nothing_else():
     """Under autocast the copy of a weight is saved beside nearly every activation, and its cache holds it so long."""
     case = network(20, 20)
     copies = [i % 2 == 1 for i in range(len(case.storages))]
@@ -222,3 +222,56 @@ def test_what_is_held_until_forward_ends_holds_back_nothing_else() -> None:
     assert smallest_budget(case, ssd(1e6), PlanObjective()) <= 1.05 * copied_bytes
     plan = make_plan(case, ssd(1e6), PlanObjective())
     assert plan.prediction.peak_bytes <= 1.05 * copied_bytes
+
+
+DRIVES = TierRates(write_bytes_per_s=1.0, read_bytes_per_s=2.0)
+
+
+def prediction(step_s, peak_bytes, **more):
+    return Prediction(step_s=step_s, stall_s=0.0, peak_bytes=peak_bytes, read_bytes=0, **{"written_bytes": 0, **more})
+
+
+def held(device_bytes, moved_bytes=0):
+    return Fit(
+        plain_bytes=9, device_bytes=device_bytes, waiting_bytes=0, read_bytes=moved_bytes, written_bytes=moved_bytes
+    )
+
+
+MODES = {"keep": prediction(10, 50), "offload": prediction(11, 20, written_bytes=7), "recompute": prediction(13, 10)}
+WAITS = {"nothing": held(40), "states": held(20, 4), "all": held(5, 20)}
+
+
+@pytest.mark.parametrize(
+    ("room", "mode", "waits", "step_s", "held_bytes", "written"),
+    [
+        (90, "keep", "nothing", 10, 90, 0),
+        (89, "offload", "nothing", 11, 60, 7),
+        (59, "recompute", "nothing", 13, 50, 0),
+        (49, "offload", "states", 17, 40, 11),
+        (25, "offload", "all", 41, 25, 27),
+        (15, "recompute", "all", 43, 15, 20),
+    ],
+)
+def test_the_fastest_that_fits(room, mode, waits, step_s, held_bytes, written):
+    assert choose(MODES, WAITS, room_bytes=room, drives=DRIVES) == Choice(
+        mode=mode,
+        waits=waits,
+        fits=True,
+        held_bytes=held_bytes,
+        step_s=step_s,
+        written_bytes=written,
+        limit="the drive" if waits == "all" else "compute",
+    )
+
+
+def test_where_nothing_fits_the_smallest_is_told():
+    found = choose(MODES, WAITS, room_bytes=14, drives=DRIVES)
+    assert (found.fits, found.mode, found.waits, found.held_bytes) == (False, "recompute", "all", 15)
+
+
+def test_the_largest_is_found_from_anywhere():
+    for limit, start in product([0, 1, 2, 7, 16, 17, 1000], [1, 3, 8, 100, 5000]):
+        tried = []
+        found = largest(lambda number: tried.append(number) or number <= limit, start)  # noqa: B023
+        assert found <= limit <= (found if limit <= 16 else 1.0625 * found), (limit, start)
+        assert len(tried) == len(set(tried)) <= 24

@@ -1,7 +1,5 @@
 """What holds for every plan: it keeps its promises, and nothing better makes it worse."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -13,11 +11,10 @@ from hypothesis import strategies as st
 from lightning_ssd.planning.candidates import Units, family, variants
 from lightning_ssd.planning.lifetimes import Lifetimes
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.plan import Machine, PlanObjective
+from lightning_ssd.planning.plan import PlanObjective
 from lightning_ssd.planning.planner import TOLERANCE, BudgetTooSmall, judge, make_plan, smallest_budget
 from lightning_ssd.planning.recompute_trace import inner_storages
 from lightning_ssd.planning.simulator import simulate
-from lightning_ssd.planning.trace import Trace
 from tests.support.traces import HOST, KEEP, SSD, machines, network, passes, play, ssd, tier_rates
 
 laws = settings(derandomize=True, deadline=None, max_examples=60, database=None)
@@ -25,7 +22,7 @@ _SLACK_S = 1e-9
 
 
 @st.composite
-def goals(draw: st.DrawFn, case: Trace) -> PlanObjective:
+def goals(draw, case):
     budget = draw(st.one_of(st.none(), st.floats(0, 1.1)))
     return PlanObjective(
         max_slowdown=draw(st.sampled_from([1.0, 1.02, 1.5])),
@@ -36,14 +33,14 @@ def goals(draw: st.DrawFn, case: Trace) -> PlanObjective:
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> tuple[Trace, Machine, PlanObjective]:
+def questions(draw):
     case = draw(passes())
     return case, draw(machines()), draw(goals(case))
 
 
 @given(questions())
 @settings(laws, max_examples=100)
-def test_every_plan_keeps_its_promises(question: tuple[Trace, Machine, PlanObjective]) -> None:
+def test_every_plan_keeps_its_promises(question):
     case, machine, goal = question
     smallest = smallest_budget(case, machine, goal)
     if goal.budget_bytes is not None and goal.budget_bytes < smallest:
@@ -81,7 +78,7 @@ def test_every_plan_keeps_its_promises(question: tuple[Trace, Machine, PlanObjec
 
 @given(questions())
 @laws
-def test_without_a_budget_the_limit_changes_nothing(question: tuple[Trace, Machine, PlanObjective]) -> None:
+def test_without_a_budget_the_limit_changes_nothing(question):
     case, machine, goal = question
     plan = make_plan(case, machine, replace(goal, budget_bytes=None, recompute=False))
     free = simulate(case, plan.placements, machine, limit_bytes=None, ahead_bytes=plan.ahead_bytes)
@@ -90,7 +87,7 @@ def test_without_a_budget_the_limit_changes_nothing(question: tuple[Trace, Machi
 
 @given(passes(), st.integers(1, 6))
 @laws
-def test_groups_hold_everything_once(case: Trace, max_units: int) -> None:
+def test_groups_hold_everything_once(case, max_units):
     units = Units.of(case, max_units=max_units)
     assert sorted(i for members in units.members for i in members) == list(range(len(case.storages)))
     for s, members in zip(units.trace.storages, units.members, strict=True):
@@ -103,7 +100,7 @@ def test_groups_hold_everything_once(case: Trace, max_units: int) -> None:
 # -- nothing better makes it worse -------------------------------------------------------------------------------------
 
 
-def best(case: Trace, machine: Machine, goal: PlanObjective) -> float:
+def best(case, machine, goal):
     """What the choice is made by: the least step time with a budget, the least peak without. See planner.py."""
     found = judge(
         [c for v in variants(case, goal) for c in family(v, machine, goal)],
@@ -117,9 +114,8 @@ def best(case: Trace, machine: Machine, goal: PlanObjective) -> float:
 
 @given(questions(), st.integers(0, 300), st.integers(0, 300))
 @laws
-def test_more_bandwidth_never_hurts(question: tuple[Trace, Machine, PlanObjective], write: int, read: int) -> None:
+def test_more_bandwidth_never_hurts(question, write, read):
     case, machine, goal = question
-    assert machine.ssd is not None
     more = replace(
         machine.ssd,
         write_bytes_per_s=machine.ssd.write_bytes_per_s + write,
@@ -130,7 +126,7 @@ def test_more_bandwidth_never_hurts(question: tuple[Trace, Machine, PlanObjectiv
 
 @given(questions(), st.integers(0, 300))
 @laws
-def test_more_budget_never_hurts(question: tuple[Trace, Machine, PlanObjective], more: int) -> None:
+def test_more_budget_never_hurts(question, more):
     case, machine, goal = question
     low = goal.budget_bytes or case.saved_peak_bytes // 2
     before, after = (best(case, machine, replace(goal, budget_bytes=b)) for b in (low, low + more))
@@ -139,10 +135,10 @@ def test_more_budget_never_hurts(question: tuple[Trace, Machine, PlanObjective],
 
 @given(questions(), tier_rates(), st.integers(0, 600))
 @laws
-def test_more_host_memory_never_hurts(question: tuple[Trace, Machine, PlanObjective], host: object, more: int) -> None:
+def test_more_host_memory_never_hurts(question, host, more):
     case, machine, goal = question
-    capacity = host.capacity_bytes or 0  # type: ignore[attr-defined]
-    small, large = (replace(host, capacity_bytes=c) for c in (capacity, capacity + more))  # type: ignore[type-var]
+    capacity = host.capacity_bytes or 0
+    small, large = (replace(host, capacity_bytes=c) for c in (capacity, capacity + more))
     without = best(case, replace(machine, host=None), goal)
     with_small, with_large = (best(case, replace(machine, host=h), goal) for h in (small, large))
     assert with_large <= with_small + _SLACK_S
@@ -150,7 +146,7 @@ def test_more_host_memory_never_hurts(question: tuple[Trace, Machine, PlanObject
 
 
 @pytest.mark.parametrize(("share", "recompute"), [(None, False), (None, True), (0.6, True), (0.2, False), (0.2, True)])
-def test_predictions_of_a_network_get_better_with_the_drive(share: float | None, recompute: bool) -> None:
+def test_predictions_of_a_network_get_better_with_the_drive(share, recompute):
     """The predictions themselves, for a pass as networks make them: nothing gets worse by more than the tolerances."""
     case = network(input_nbytes=50)
     budget = None if share is None else round(share * case.saved_peak_bytes)
@@ -167,7 +163,7 @@ def test_predictions_of_a_network_get_better_with_the_drive(share: float | None,
 
 
 @pytest.mark.parametrize(("rate", "recompute"), [(100, True), (300, False), (700, True), (2000, False)])
-def test_predictions_of_a_network_get_better_with_the_budget(rate: float, recompute: bool) -> None:
+def test_predictions_of_a_network_get_better_with_the_budget(rate, recompute):
     case = network(input_nbytes=50)
     plans = [
         make_plan(case, ssd(rate), PlanObjective(budget_bytes=budget, recompute=recompute))

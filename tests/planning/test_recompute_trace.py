@@ -1,7 +1,6 @@
 """The trace of a pass whose blocks are recomputed."""
 
-from __future__ import annotations
-
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_ssd.planning.lifetimes import Lifetimes
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
+from lightning_ssd.planning.planner import make_plan
 from lightning_ssd.planning.recompute_trace import (
     inner_bytes,
     inner_storages,
@@ -24,16 +24,16 @@ from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
 from tests.support.traces import network, passes
 
 
-def times(s: TracedStorage) -> tuple[float, float, float | None, float]:
+def times(s):
     return s.packed_s, s.last_used_s, s.wanted_s, s.freed_s
 
 
-def two_blocks() -> Trace:
+def two_blocks():
     """Blocks of 1 s forward, 2 s backward, two storages each: packed at 0, 0.5 | 1, 1.5; end at 6 s."""
     return network(2, 2, input_nbytes=7)
 
 
-def test_the_first_block_by_hand() -> None:
+def test_the_first_block_by_hand():
     other, old = recomputed(two_blocks(), frozenset({0}))
     # Block 0's backward would begin at 4 s; now that is when its forward is run again, for 1 s.
     assert old == (-1, 2, 3, 0, 1)
@@ -52,7 +52,7 @@ def test_the_first_block_by_hand() -> None:
     assert other.blocks[1] == two_blocks().blocks[1]
 
 
-def test_memory_falls_to_inputs_and_one_block() -> None:
+def test_memory_falls_to_inputs_and_one_block():
     case = network(10, 10, nbytes=100, input_nbytes=10)
     other, _ = recomputed(case, frozenset(range(10)))
     assert case.saved_peak_bytes == 10_000
@@ -60,7 +60,7 @@ def test_memory_falls_to_inputs_and_one_block() -> None:
     assert other.end_s == pytest.approx(case.end_s + 10)
 
 
-def test_nothing_to_recompute_changes_nothing() -> None:
+def test_nothing_to_recompute_changes_nothing():
     case = two_blocks()
     for blocks in (frozenset[int](), frozenset({7})):
         with_none = recomputed(case, blocks) if not blocks else (case, (0, 1, 2, 3))
@@ -71,13 +71,13 @@ def test_nothing_to_recompute_changes_nothing() -> None:
     assert recomputed(again, frozenset({0, 1}))[0].recomputed == {0, 1}
 
 
-def test_blocks_that_cannot_be_recomputed_are_not_offered() -> None:
+def test_blocks_that_cannot_be_recomputed_are_not_offered():
     case = two_blocks()
     assert recomputable(case) == (0, 1)
     assert recomputable(replace(case, blocks=(replace(case.blocks[0], recomputable=False), case.blocks[1]))) == (1,)
 
 
-def test_blocks_of_which_nothing_is_wanted_are_left_alone() -> None:
+def test_blocks_of_which_nothing_is_wanted_are_left_alone():
     case = two_blocks()
     storages = tuple(replace(s, wanted_s=None) if s.block == 1 else s for s in case.storages)
     case = replace(case, storages=storages, order=tuple(i for i in case.order if case.storages[i].block == 0))
@@ -93,7 +93,7 @@ def test_blocks_of_which_nothing_is_wanted_are_left_alone() -> None:
         {"backward_end_s": 0.0},
     ],
 )
-def test_missing_backward_times_come_from_what_the_block_saved(missing: dict[str, float]) -> None:
+def test_missing_backward_times_come_from_what_the_block_saved(missing):
     case = two_blocks()
     whole = recomputed(case, frozenset({0}))
     holes = replace(case, blocks=(replace(case.blocks[0], **missing), case.blocks[1]))
@@ -103,7 +103,7 @@ def test_missing_backward_times_come_from_what_the_block_saved(missing: dict[str
 
 @given(passes(), st.sets(st.integers(0, 2)))
 @settings(derandomize=True, deadline=None, max_examples=200, database=None)
-def test_laws(case: Trace, chosen: set[int]) -> None:
+def test_laws(case, chosen):
     blocks = frozenset(b for b in chosen if b < len(case.blocks))
     other, old = recomputed(case, blocks)
     done = blocks & set(recomputable(case))
@@ -132,7 +132,7 @@ def test_laws(case: Trace, chosen: set[int]) -> None:
             assert before is None or after is None or before - 1e-9 <= after <= before + 3 * len(done) + 1e-9
 
 
-def test_what_no_hook_sees_of_a_recomputed_block_is_put_back_into_its_trace() -> None:
+def test_what_no_hook_sees_of_a_recomputed_block_is_put_back_into_its_trace():
     base = Trace(
         storages=(
             TracedStorage(nbytes=10, packed_s=0.1, last_used_s=0.1, wanted_s=3.5, freed_s=3.9, block=0),
@@ -167,3 +167,67 @@ def test_what_no_hook_sees_of_a_recomputed_block_is_put_back_into_its_trace() ->
     machine = Machine(ssd=TierRates(write_bytes_per_s=1e9, read_bytes_per_s=1e9))
     played = simulate(completed, placements, machine, limit_bytes=None, ahead_bytes=0).prediction
     assert played.peak_bytes == 30
+
+
+NBYTES = 20 << 20
+COUNT = 60
+
+
+def trace(end_s, moved_bytes):
+    unit = end_s / (2 * COUNT)
+    storages = tuple(
+        TracedStorage(
+            nbytes=NBYTES,
+            packed_s=i * unit,
+            last_used_s=(i + 0.5) * unit,
+            wanted_s=(2 * COUNT - 1 - i) * unit,
+            freed_s=(2 * COUNT - 0.1 - i) * unit,
+        )
+        for i in range(COUNT)
+    )
+    order = tuple(reversed(range(COUNT)))
+    return Trace(storages=storages, order=order, forward_end_s=end_s / 2, end_s=end_s, moved_bytes=moved_bytes)
+
+
+@pytest.mark.parametrize("cost", [0.02, 0.1, 0.2, 0.5])
+def test_a_pass_that_moved_is_planned_like_one_that_kept(cost):
+    """``cost``: of moving everything, relative to a pass of a second."""
+    rates = TierRates(write_bytes_per_s=2e9, read_bytes_per_s=2e9)
+    machine = Machine(ssd=rates, cost_s_per_byte=cost / (COUNT * NBYTES))
+    goal = PlanObjective(max_slowdown=1.05)
+    kept = make_plan(trace(1.0, 0), machine, goal)
+    moved = make_plan(trace(1.0 + cost, COUNT * NBYTES), machine, goal)
+    assert kept.moves
+    assert moved.keep_step_s == pytest.approx(kept.keep_step_s) == 1.0
+    assert moved.prediction.peak_bytes <= 1.05 * kept.prediction.peak_bytes
+    assert moved.prediction.step_s <= 1.05 * moved.keep_step_s * (1 + 1e-9)
+    assert moved.moves
+
+
+def saved(nbytes, packed_s, freed_s):
+    return TracedStorage(nbytes=nbytes, packed_s=packed_s, last_used_s=packed_s, wanted_s=freed_s, freed_s=freed_s)
+
+
+def peak(*storages):
+    return Trace(storages=storages, order=(), forward_end_s=5.0, end_s=10.0).saved_peak_bytes
+
+
+def test_the_peak_of_a_pass():
+    assert peak() == 0
+    assert peak(saved(3, 0, 9), saved(4, 1, 8), saved(5, 2, 7)) == 12
+    assert peak(saved(3, 0, 1), saved(4, 2, 3)) == 4
+
+
+def test_what_goes_when_the_next_comes_is_not_held_with_it():
+    assert peak(saved(3, 0, 5), saved(4, 5, 9)) == 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_peak_is_that_of_some_moment(seed):
+    rng = random.Random(seed)
+    storages = []
+    for _ in range(50):
+        begin, end = sorted((rng.randrange(100), rng.randrange(100)))
+        storages.append(saved(rng.randrange(1, 9), begin, end))
+    held = (sum(s.nbytes for s in storages if s.packed_s <= now < s.freed_s) for now in range(101))
+    assert peak(*storages) == max(held)

@@ -1,8 +1,5 @@
 """Which weights stay: all if they fit, frozen ones leave first, evenly spread, never more than there is room for."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -21,25 +18,22 @@ from lightning_ssd.planning.residency import (
 laws = settings(derandomize=True, deadline=None, max_examples=300, database=None)
 MODELS = st.lists(
     st.builds(
-        ResidencyUnit,
-        weight_bytes=st.integers(1, 40),
-        gradient_bytes=st.integers(0, 40),
-        is_trained=st.booleans(),
+        ResidencyUnit, weight_bytes=st.integers(1, 40), gradient_bytes=st.integers(0, 40), is_trained=st.booleans()
     ),
     max_size=24,
 )
 SIZES = st.integers(0, 2000)
 
 
-def frozen(*sizes: int) -> list[ResidencyUnit]:
+def frozen(*sizes):
     return [ResidencyUnit(weight_bytes=nbytes) for nbytes in sizes]
 
 
-def drawn(stays: Sequence[bool]) -> str:
+def drawn(stays):
     return "".join("x" if stay else "." for stay in stays)
 
 
-def kept_bytes(units: Sequence[ResidencyUnit], stays: Sequence[bool]) -> int:
+def kept_bytes(units, stays):
     return sum(unit.nbytes for unit, stay in zip(units, stays, strict=True) if stay)
 
 
@@ -57,12 +51,12 @@ def kept_bytes(units: Sequence[ResidencyUnit], stays: Sequence[bool]) -> int:
         (None, 20, "........"),
     ],
 )
-def test_eight_blocks(room: int | None, in_flight: int, expected: str) -> None:
+def test_eight_blocks(room, in_flight, expected):
     units = frozen(*[10] * 8)
     assert drawn(choose_residents(units, room_bytes=room, in_flight_bytes=in_flight)) == expected
 
 
-def test_frozen_ones_wait_before_trained_ones() -> None:
+def test_frozen_ones_wait_before_trained_ones():
     trained = ResidencyUnit(weight_bytes=10, gradient_bytes=10, is_trained=True)
     units = [trained, *frozen(10), trained, *frozen(10), trained, *frozen(10), trained]
     assert drawn(choose_residents(units, room_bytes=100, in_flight_bytes=10)) == "x.xxx.x"
@@ -73,14 +67,14 @@ def test_frozen_ones_wait_before_trained_ones() -> None:
 
 @given(MODELS, SIZES, SIZES)
 @laws
-def test_what_fits_stays(units: list[ResidencyUnit], room: int, in_flight: int) -> None:
+def test_what_fits_stays(units, room, in_flight):
     stays = choose_residents(units, room_bytes=room, in_flight_bytes=in_flight)
     assert all(stays) == (sum(unit.nbytes for unit in units) <= room)
 
 
 @given(MODELS, SIZES, st.integers(0, 100))
 @laws
-def test_never_more_than_the_room(units: list[ResidencyUnit], room: int, in_flight: int) -> None:
+def test_never_more_than_the_room(units, room, in_flight):
     stays = choose_residents(units, room_bytes=room, in_flight_bytes=in_flight)
     if not all(stays):
         assert kept_bytes(units, stays) <= max(room - in_flight, 0)
@@ -88,7 +82,7 @@ def test_never_more_than_the_room(units: list[ResidencyUnit], room: int, in_flig
 
 @given(MODELS, SIZES, SIZES, st.integers(0, 100))
 @laws
-def test_with_more_room_no_less_stays(units: list[ResidencyUnit], one: int, other: int, in_flight: int) -> None:
+def test_with_more_room_no_less_stays(units, one, other, in_flight):
     less, more = (
         kept_bytes(units, choose_residents(units, room_bytes=room, in_flight_bytes=in_flight))
         for room in sorted((one, other))
@@ -98,7 +92,7 @@ def test_with_more_room_no_less_stays(units: list[ResidencyUnit], one: int, othe
 
 @given(MODELS, SIZES, st.integers(0, 100))
 @laws
-def test_a_trained_one_waits_only_if_all_frozen_ones_do(units: list[ResidencyUnit], room: int, in_flight: int) -> None:
+def test_a_trained_one_waits_only_if_all_frozen_ones_do(units, room, in_flight):
     stays = choose_residents(units, room_bytes=room, in_flight_bytes=in_flight)
     waiting = [unit for unit, stay in zip(units, stays, strict=True) if not stay]
     if any(unit.is_trained for unit in waiting):
@@ -107,7 +101,7 @@ def test_a_trained_one_waits_only_if_all_frozen_ones_do(units: list[ResidencyUni
 
 @given(st.integers(1, 60), st.integers(1, 9), st.booleans(), SIZES)
 @laws
-def test_of_equal_units_the_fewest_wait_and_evenly(number: int, nbytes: int, is_trained: bool, room: int) -> None:
+def test_of_equal_units_the_fewest_wait_and_evenly(number, nbytes, is_trained, room):
     units = [ResidencyUnit(weight_bytes=nbytes, is_trained=is_trained)] * number
     stays = choose_residents(units, room_bytes=room, in_flight_bytes=0)
     assert stays.count(True) == min(room // nbytes, number)
@@ -121,8 +115,8 @@ def test_of_equal_units_the_fewest_wait_and_evenly(number: int, nbytes: int, is_
 # -- the room --------------------------------------------------------------------------------------------------------
 
 
-def outlook(**changes: int | None) -> MemoryOutlook:
-    return MemoryOutlook(**{"held_bytes": 300, "available_bytes": 700} | changes)  # type: ignore[arg-type]
+def outlook(**changes):
+    return MemoryOutlook(**{"held_bytes": 300, "available_bytes": 700} | changes)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +136,7 @@ def outlook(**changes: int | None) -> MemoryOutlook:
         ({"available_bytes": None, "budget_bytes": 400, "weight_bytes": 300}, 400, 200),
     ],
 )
-def test_room(changes: dict[str, int | None], usable: int | None, room: int | None) -> None:
+def test_room(changes, usable, room):
     found = outlook(**changes)
     assert (found.usable_bytes, found.room_bytes) == (usable, room)
 
@@ -150,7 +144,7 @@ def test_room(changes: dict[str, int | None], usable: int | None, room: int | No
 @pytest.mark.parametrize(
     ("held", "available", "is_short"), [(300, 700, False), (450, 550, False), (451, 549, True), (1, None, True)]
 )
-def test_short(held: int, available: int | None, is_short: bool) -> None:
+def test_short(held, available, is_short):
     assert outlook(held_bytes=held, available_bytes=available).is_short is is_short
 
 
@@ -166,14 +160,14 @@ def test_short(held: int, available: int | None, is_short: bool) -> None:
         ([(5, False), (7, False), (3, True), (2, True)], 10),
     ],
 )
-def test_what_is_in_memory_at_a_time(units: list[tuple[int, bool]], expected: int) -> None:
+def test_what_is_in_memory_at_a_time(units, expected):
     assert window_bytes(units) == expected
 
 
 # -- again, after steps ----------------------------------------------------------------------------------------------
 
 
-def parsed(text: str) -> list[bool]:
+def parsed(text):
     return [one == "x" for one in text]
 
 
@@ -196,22 +190,20 @@ def parsed(text: str) -> list[bool]:
         ("x.x.xxxx", 1, "xxxxxxxx"),  # nothing is in flight then
     ],
 )
-def test_eight_blocks_again(before: str, spare: int, after: str) -> None:
+def test_eight_blocks_again(before, spare, after):
     found = reconsider_residents(frozen(*[10] * 8), parsed(before), spare_bytes=spare, in_flight_bytes=20)
     assert drawn(found) == after
 
 
 @st.composite
-def decided(draw: st.DrawFn) -> tuple[list[ResidencyUnit], list[bool]]:
+def decided(draw):
     units = draw(MODELS)
     return units, [draw(st.booleans()) for _ in units]
 
 
 @given(decided(), st.integers(-2000, 2000), st.integers(0, 100))
 @laws
-def test_units_only_leave_or_only_come_back(
-    known: tuple[list[ResidencyUnit], list[bool]], spare: int, in_flight: int
-) -> None:
+def test_units_only_leave_or_only_come_back(known, spare, in_flight):
     units, before = known
     after = reconsider_residents(units, before, spare_bytes=spare, in_flight_bytes=in_flight)
     changes = [now - then for then, now in zip(before, after, strict=True)]
@@ -227,7 +219,7 @@ def test_units_only_leave_or_only_come_back(
 
 @given(decided(), st.integers(-2000, 2000))
 @laws
-def test_frozen_ones_leave_first_and_come_back_last(known: tuple[list[ResidencyUnit], list[bool]], spare: int) -> None:
+def test_frozen_ones_leave_first_and_come_back_last(known, spare):
     units, before = known
     after = reconsider_residents(units, before, spare_bytes=spare, in_flight_bytes=0)
     moved = {unit.is_trained for unit, then, now in zip(units, before, after, strict=True) if then is not now}
@@ -237,7 +229,7 @@ def test_frozen_ones_leave_first_and_come_back_last(known: tuple[list[ResidencyU
         assert not any(unit.is_trained for unit, stay in zip(units, after, strict=True) if not stay)
 
 
-def test_lacking_memory_is_told_at_once_and_spare_memory_after_many_steps() -> None:
+def test_lacking_memory_is_told_at_once_and_spare_memory_after_many_steps():
     memory = SpareMemory()
     assert memory.judge(1000, 1020) == 0, "within the tolerance"
     assert memory.judge(1000, 1021) == -21
@@ -246,7 +238,7 @@ def test_lacking_memory_is_told_at_once_and_spare_memory_after_many_steps() -> N
     assert [memory.judge(1000, 700) for _ in range(63)] == [0] * 63
 
 
-def test_a_need_that_comes_and_goes_moves_units_ever_more_seldom() -> None:
+def test_a_need_that_comes_and_goes_moves_units_ever_more_seldom():
     """Another process takes memory for 100 steps, and then leaves it alone for as long."""
     memory, moves = SpareMemory(), []
     kept, unit = 1000, 100

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from lightning_ssd.planning.what_fits import ModelSize, UnitSize, even_model, fi
 from recipes import what_fits
 
 
-def test_the_bytes_of_a_step_are_those_of_the_documented_formula() -> None:
+def test_the_bytes_of_a_step_are_those_of_the_documented_formula():
     """docs/parameters.md: (2k + 1) w P + k g P + s P read, k g P + w P + s P written; 24 and 16 bytes for AdamW."""
     once = fit(even_model(num_parameters=1e9, num_blocks=32, weight_bytes=4), gradients="offload")
     assert (once.read_bytes, once.written_bytes) == (24e9, 16e9)
@@ -19,14 +17,14 @@ def test_the_bytes_of_a_step_are_those_of_the_documented_formula() -> None:
     assert (twice.read_bytes, twice.written_bytes) == (36e9, 20e9)
 
 
-def test_frozen_weights_cost_reads_alone() -> None:
+def test_frozen_weights_cost_reads_alone():
     frozen = fit(even_model(num_parameters=70e9, num_blocks=80, trained_share=0.0), gradients="keep")
     assert (frozen.read_bytes, frozen.written_bytes) == (280e9, 0)
     assert frozen.device_bytes == 2 * 140e9 / 80
     assert frozen.plain_bytes == frozen.waiting_bytes == 140e9
 
 
-def test_gradients_that_wait_cost_a_write_and_no_room() -> None:
+def test_gradients_that_wait_cost_a_write_and_no_room():
     size = even_model(num_parameters=7e9, num_blocks=32)
     keep, offload = fit(size, gradients="keep"), fit(size, gradients="offload")
     assert keep.plain_bytes == offload.plain_bytes == 56e9
@@ -37,7 +35,7 @@ def test_gradients_that_wait_cost_a_write_and_no_room() -> None:
     assert offload.written_bytes - keep.written_bytes == 14e9
 
 
-def test_blocks_count_with_their_own_sizes() -> None:
+def test_blocks_count_with_their_own_sizes():
     """An embedding, two blocks of which one is frozen, and what is too small to wait."""
     sizes = ((500, 500), (100, 100), (200, 0))
     units = tuple(UnitSize(weight_bytes=w * 1e6, trained_bytes=t * 1e6) for w, t in sizes)
@@ -61,14 +59,14 @@ def test_blocks_count_with_their_own_sizes() -> None:
 
 @pytest.mark.parametrize("num_directories", [1, 2, 8])
 @pytest.mark.parametrize("state_bytes", [10**6, 10**8, 10**9, 10**12])
-def test_states_in_an_update_are_four_subgroups_per_directory(state_bytes: int, num_directories: int) -> None:
+def test_states_in_an_update_are_four_subgroups_per_directory(state_bytes, num_directories):
     nothing = UnitSize(weight_bytes=0, trained_bytes=0)
     found = fit(ModelSize(units=(), staying=nothing, state_bytes=state_bytes), num_directories=num_directories)
     slots = 4 * num_directories * subgroup_bytes(state_bytes, num_directories)
     assert found.device_bytes == min(slots, state_bytes)
 
 
-def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_the_command_prints(capsys):
     what_fits.main()
     printed = capsys.readouterr().out
     assert printed.count("\n") > 8
