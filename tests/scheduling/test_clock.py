@@ -1,9 +1,6 @@
 """Stamps become seconds; the CUDA clock asks nothing that the device has not passed."""
 
-from __future__ import annotations
-
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -14,23 +11,23 @@ from lightning_ssd.scheduling.clock import EventClock, HostClock, clock_of
 class FakeEvent:
     """An event that refuses, as CUDA does, to tell its time before somebody has waited for it."""
 
-    def __init__(self, now_ms: float) -> None:
+    def __init__(self, now_ms):
         self.now_ms = now_ms
         self.passed = False
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.passed = True
 
-    def query(self) -> bool:
+    def query(self):
         return self.passed
 
-    def elapsed_time(self, end: FakeEvent) -> float:
+    def elapsed_time(self, end):
         if not (self.passed and end.passed):
             raise RuntimeError("device not ready")
         return end.now_ms - self.now_ms
 
 
-def test_the_host_clock_counts_seconds() -> None:
+def test_the_host_clock_counts_seconds():
     clock = clock_of(torch.device("cpu"))
     assert isinstance(clock, HostClock)
     assert clock.lag == 0
@@ -41,7 +38,7 @@ def test_the_host_clock_counts_seconds() -> None:
     assert clock.seconds(begin, begin) == 0
 
 
-def test_the_cuda_clock_waits_for_both_ends_and_converts_milliseconds() -> None:
+def test_the_cuda_clock_waits_for_both_ends_and_converts_milliseconds():
     begin, end = FakeEvent(1000.0), FakeEvent(1250.0)
     assert not EventClock.has_passed(end)
     assert EventClock.seconds(begin, end) == 0.25
@@ -49,14 +46,14 @@ def test_the_cuda_clock_waits_for_both_ends_and_converts_milliseconds() -> None:
     assert EventClock.seconds(FakeEvent(3.0), FakeEvent(1.0)) == pytest.approx(-0.002), "another stream may be ahead"
 
 
-def test_the_cuda_clock_stamps_the_stream_that_is_current_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[Any] = []
+def test_the_cuda_clock_stamps_the_stream_that_is_current_at_the_call(monkeypatch):
+    recorded = []
 
     class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
+        def __init__(self, *, enable_timing):
             assert enable_timing
 
-        def record(self, stream: object) -> None:
+        def record(self, stream):
             recorded.append(stream)
 
     streams = iter(["first", "second"])
@@ -71,7 +68,7 @@ def test_the_cuda_clock_stamps_the_stream_that_is_current_at_the_call(monkeypatc
 
 
 @pytest.mark.gpu
-def test_the_cuda_clock_counts_what_the_device_does_not_what_the_host_does() -> None:
+def test_the_cuda_clock_counts_what_the_device_does_not_what_the_host_does():
     device = torch.device("cuda", torch.cuda.current_device())
     clock, side = clock_of(device), torch.cuda.Stream(device)
     # CUDA loads a kernel when it is first launched, and waits for the device meanwhile: not between the stamps.

@@ -1,10 +1,7 @@
 """When a plan is doubted, how patiently, and when a rival replaces it."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -22,15 +19,7 @@ AS_PREDICTED = Measured(step_s=1.03, overhead=Overhead(stall_s=0.03), peak_bytes
 PREDICTION = Prediction(step_s=1.0, stall_s=0.01, peak_bytes=100, written_bytes=50, read_bytes=50)
 
 
-def known(
-    *placements: Placement,
-    goal: PlanObjective | None = None,
-    rates: TierRates = RATES,
-    movable: bool = True,
-    step_s: float = 1.03,
-    **prediction: Any,
-) -> StoredPlan:
-    """A plan that keeps one of two storages; nothing in memory would take a second."""
+def known(*placements, goal=None, rates=RATES, movable=True, step_s=1.03, **prediction):
     storages = (storage(50, 0.0, 0.9, 1.0), storage(50, 0.1, 0.8, 0.9, movable=movable))
     return StoredPlan(
         sizes=(50, 50),
@@ -47,31 +36,29 @@ def known(
     )
 
 
-def reason(plan: StoredPlan | None = None, rates: TierRates = RATES, **measured: Any) -> str | None:
-    """After two equal passes; the first alone never counts."""
+def reason(plan=None, rates=RATES, **measured):
     watch, plan, seen = DriftDetector(), plan or known(), replace(AS_PREDICTED, **measured)
     assert watch.passed(plan, seen, rates) is None
     return watch.passed(plan, seen, rates)
 
 
-def test_a_pass_as_predicted_is_no_reason() -> None:
+def test_a_pass_as_predicted_is_no_reason():
     assert reason() is None
 
 
-def overhead_of(stall_s: float = 0.0, hook_s: float = 0.0, cpu_s: float = 0.0) -> dict[str, Any]:
-    """Measured in a pass that takes a second without it."""
+def overhead_of(stall_s=0.0, hook_s=0.0, cpu_s=0.0):
     overhead = Overhead(stall_s=stall_s, hook_s=hook_s, cpu_s=cpu_s)
     return {"overhead": overhead, "step_s": 1 + overhead.total_s}
 
 
 @pytest.mark.parametrize("step_s", [0.5, 5.0])
-def test_how_long_a_pass_takes_is_no_reason(step_s: float) -> None:
+def test_how_long_a_pass_takes_is_no_reason(step_s):
     """Whole passes scatter, and batches differ."""
     assert reason(overhead=Overhead(stall_s=0.03 * step_s), step_s=1.03 * step_s) is None
 
 
 @pytest.mark.parametrize("cause", ["stall_s", "hook_s", "cpu_s"])
-def test_overhead_beyond_what_was_asked_and_predicted(cause: str) -> None:
+def test_overhead_beyond_what_was_asked_and_predicted(cause):
     assert reason(**overhead_of(**{cause: 0.049})) is None
     assert reason(**overhead_of(**{cause: 0.051})) == "an overhead of 5.1 % where 3.0 % was predicted"
     assert reason(known(goal=PlanObjective(max_slowdown=1.1)), **overhead_of(**{cause: 0.051})) is None
@@ -81,7 +68,7 @@ def test_overhead_beyond_what_was_asked_and_predicted(cause: str) -> None:
     assert reason(known(KEEP, KEEP, step_s=1.0), **overhead_of(**{cause: 0.051})) is None, "nothing can be moved less"
 
 
-def test_a_plan_that_costs_little_may_move_more() -> None:
+def test_a_plan_that_costs_little_may_move_more():
     assert reason(**overhead_of(0.016)) is None
     assert reason(**overhead_of(0.014)) == "an overhead of 1.4 % where 3.0 % was predicted"
     assert reason(known(step_s=1.2), **overhead_of(0.024)) == "an overhead of 2.4 % where 20.0 % was predicted", (
@@ -93,20 +80,20 @@ def test_a_plan_that_costs_little_may_move_more() -> None:
     assert reason(known(goal=PlanObjective(budget_bytes=100)), limit_bytes=100, **overhead_of(0.0)) is None
 
 
-def test_a_hard_limit_that_was_exceeded() -> None:
+def test_a_hard_limit_that_was_exceeded():
     assert reason(peak_bytes=101, limit_bytes=100) == "101 bytes were resident under a budget of 100"
     assert reason(peak_bytes=100, limit_bytes=100) is None
     assert reason(peak_bytes=10**9) is None, "there was no limit"
 
 
-def test_a_plan_within_a_limit_that_holds_no_more() -> None:
+def test_a_plan_within_a_limit_that_holds_no_more():
     within = known(goal=PlanObjective(budget_bytes=100))
     assert reason(within, limit_bytes=120) is None
     assert reason(within) == "memory is no longer scarce"
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.2])
-def test_rates_outside_of_the_band(factor: float) -> None:
+def test_rates_outside_of_the_band(factor):
     write = replace(RATES, write_bytes_per_s=factor * 1e9)
     assert str(reason(rates=write)).startswith("writing runs at ")
     assert reason(rates=write, written_bytes=0) is None, "nothing is written: its rate is nobody's business"
@@ -115,7 +102,7 @@ def test_rates_outside_of_the_band(factor: float) -> None:
     assert reason(rates=read, read_bytes=0) is None
 
 
-def test_what_is_unknown_is_no_reason() -> None:
+def test_what_is_unknown_is_no_reason():
     nothing = TierRates(write_bytes_per_s=0.0, read_bytes_per_s=0.0)
     assert reason(rates=nothing) is None
     assert reason(known(rates=nothing)) is None
@@ -124,22 +111,22 @@ def test_what_is_unknown_is_no_reason() -> None:
 SLOW = replace(AS_PREDICTED, **overhead_of(stall_s=1.0))
 
 
-def verdicts(watch: DriftDetector, passes: list[Measured]) -> list[bool]:
+def verdicts(watch, passes):
     return [watch.passed(known(), one, RATES) is not None for one in passes]
 
 
-def test_a_hiccup_is_forgotten() -> None:
+def test_a_hiccup_is_forgotten():
     assert not any(verdicts(DriftDetector(), [SLOW, AS_PREDICTED] * 10))
 
 
-def test_pauses_double_up_to_a_limit() -> None:
+def test_pauses_double_up_to_a_limit():
     told = [index for index, is_told in enumerate(verdicts(DriftDetector(), [SLOW] * 500)) if is_told]
     gaps = [later - earlier for earlier, later in itertools.pairwise(told)]
     assert told[0] == 1
     assert gaps == [4, 6, 10, 18, 34, 66, 66, 66, 66, 66, 66], "a pause, then two doubts"
 
 
-def test_doubts_from_before_a_pause_do_not_count_after_it() -> None:
+def test_doubts_from_before_a_pause_do_not_count_after_it():
     watch = DriftDetector()
     assert verdicts(watch, [SLOW, SLOW]) == [False, True]
     assert verdicts(watch, [SLOW, SLOW, SLOW, AS_PREDICTED, SLOW, SLOW]) == [False] * 5 + [True]
@@ -148,25 +135,25 @@ def test_doubts_from_before_a_pause_do_not_count_after_it() -> None:
 # -- hysteresis -------------------------------------------------------------------------------------------------------
 
 
-def is_better(limit_bytes: int | None = None, max_step_s: float | None = None, **new: Any) -> bool:
+def is_better(limit_bytes=None, max_step_s=None, **new):
     return is_worth_switching(PREDICTION, replace(PREDICTION, **new), limit_bytes=limit_bytes, max_step_s=max_step_s)
 
 
-def test_under_a_budget_the_faster_plan_wins_by_a_margin() -> None:
+def test_under_a_budget_the_faster_plan_wins_by_a_margin():
     assert is_better(limit_bytes=100, step_s=0.97)
     assert not is_better(limit_bytes=100, step_s=0.99)
     assert not is_better(limit_bytes=100, step_s=1.5, peak_bytes=1)
 
 
-def test_a_plan_over_the_budget_goes_whatever_the_rival_costs() -> None:
+def test_a_plan_over_the_budget_goes_whatever_the_rival_costs():
     assert is_better(limit_bytes=99, step_s=3.0)
 
 
-def test_without_a_budget_the_lower_peak_wins_by_a_margin() -> None:
+def test_without_a_budget_the_lower_peak_wins_by_a_margin():
     assert is_better(max_step_s=1.02, peak_bytes=94)
     assert not is_better(max_step_s=1.02, peak_bytes=96)
     assert not is_better(max_step_s=1.02, step_s=0.5), "it is fast enough as it is"
 
 
-def test_a_plan_that_is_too_slow_goes() -> None:
+def test_a_plan_that_is_too_slow_goes():
     assert is_better(max_step_s=0.99, peak_bytes=200)

@@ -1,7 +1,5 @@
 """Overhead by cause: what is charged, what is learnt of it, and what a simulated machine then does for 100 passes."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 
@@ -22,7 +20,7 @@ from tests.support.pairs import pairwise
 # -- the account ------------------------------------------------------------------------------------------------------
 
 
-def test_overhead_is_relative_to_the_pass_without_it() -> None:
+def test_overhead_is_relative_to_the_pass_without_it():
     overhead = Overhead(stall_s=0.01, hook_s=0.02, cpu_s=0.02)
     assert overhead.total_s == pytest.approx(0.05)
     assert overhead.ratio(1.05) == pytest.approx(0.05)
@@ -30,7 +28,7 @@ def test_overhead_is_relative_to_the_pass_without_it() -> None:
     assert Overhead().ratio(0.0) == 0.0
 
 
-def test_faults_are_charged_up_to_one_per_moved_page() -> None:
+def test_faults_are_charged_up_to_one_per_moved_page():
     costs = CpuCosts(mapping_s_per_byte=1e-6 / 4096, num_threads=2, has_spare_cores=False)
     assert costs.seconds(worker_s=0.0, num_faults=100, moved_bytes=1 << 30) == pytest.approx(50e-6)
     assert costs.seconds(worker_s=0.0, num_faults=10**9, moved_bytes=4096 * 10) == pytest.approx(5e-6)
@@ -41,7 +39,7 @@ def test_faults_are_charged_up_to_one_per_moved_page() -> None:
     assert replace(costs, has_spare_cores=True).seconds(worker_s=1.0, num_faults=0, moved_bytes=0) == 0.0
 
 
-def test_costs_are_medians_and_excess_is_stalls_that_no_prediction_knows() -> None:
+def test_costs_are_medians_and_excess_is_stalls_that_no_prediction_knows():
     model = OverheadModel()
     model.moved(Overhead(hook_s=0.02), 100, is_recorded=True)
     assert model.cost_s_per_byte(1e-4) == pytest.approx(3e-4), "a guess of hooks, and one of the rest"
@@ -81,28 +79,28 @@ class World:
     noise: float = 0.0
     """Of the whole pass, up or down, which is no overhead."""
 
-    def __post_init__(self) -> None:
-        self.overheads: list[float] = []
-        self.peaks: list[int] = []
-        self.moved: list[int] = []
-        self.predicted: list[float | None] = []
+    def __post_init__(self):
+        self.overheads = []
+        self.peaks = []
+        self.moved = []
+        self.predicted = []
         self._random = random.Random(1)
         self.scheduler = Scheduler(MemoryConstraints(max_slowdown=1.05), lambda: self.guessed)
 
-    def run(self, passes: int) -> None:
+    def run(self, passes):
         try:
             for _ in range(passes):
                 self._pass()
         finally:
             self.scheduler.close()
 
-    def _placement(self, wanted: Placement, nbytes: int, host_bytes: int) -> Placement:
+    def _placement(self, wanted, nbytes, host_bytes):
         host = self.real.host
         if wanted is Placement.HOST and (host is None or host_bytes + nbytes > (host.capacity_bytes or 0)):
             return Placement.SSD
         return wanted
 
-    def _pass(self) -> None:
+    def _pass(self):
         sizes = tuple(storage.nbytes for storage in self.trace.storages)
         cursor, wants_trace = self.scheduler.cursor("a", level_bytes=0, available_bytes=1 << 40)
         placements, host_bytes = [], 0
@@ -127,7 +125,7 @@ class World:
                 signature="a",
                 sizes=sizes,
                 cursor=cursor,
-                recorder=FakeRecorder(recorded, hook_s) if wants_trace else None,  # type: ignore[arg-type]
+                recorder=FakeRecorder(recorded, hook_s) if wants_trace else None,
                 clock=HostClock(),
                 begin=0.0,
                 end=step_s,
@@ -144,7 +142,7 @@ class World:
         self.scheduler.wait()
 
 
-def stretched(trace: Trace, factor: float) -> Trace:
+def stretched(trace, factor):
     storages = tuple(
         replace(
             one,
@@ -158,8 +156,7 @@ def stretched(trace: Trace, factor: float) -> Trace:
     return replace(trace, storages=storages, forward_end_s=factor * trace.forward_end_s, end_s=factor * trace.end_s)
 
 
-def transformer(*, step_s: float, saved_bytes: int, count: int) -> Trace:
-    """A third of the pass is forward."""
+def transformer(*, step_s, saved_bytes, count):
     unit, back = step_s / 3 / count, 2 * step_s / 3 / count
     storages = tuple(
         TracedStorage(
@@ -174,12 +171,12 @@ def transformer(*, step_s: float, saved_bytes: int, count: int) -> Trace:
     return Trace(storages=storages, order=tuple(reversed(range(count))), forward_end_s=step_s / 3, end_s=step_s)
 
 
-def rates(gb_per_s: float, capacity_bytes: int | None = None) -> TierRates:
+def rates(gb_per_s, capacity_bytes=None):
     return TierRates(write_bytes_per_s=gb_per_s * GB, read_bytes_per_s=gb_per_s * GB, capacity_bytes=capacity_bytes)
 
 
 @pairwise("noise, drive_gb_per_s, host_gb", [0.0, 0.2], [3.0, 30.0], [0, 4])
-def test_a_device_keeps_its_promise_for_a_hundred_passes(noise: float, drive_gb_per_s: float, host_gb: int) -> None:
+def test_a_device_keeps_its_promise_for_a_hundred_passes(noise, drive_gb_per_s, host_gb):
     """50 ms a pass, 6.6 GB saved: 130 GB/s, of which a drive takes a few per cent and a host link of 50 GB/s more."""
     host = rates(50.0, host_gb * GB) if host_gb else None
     real = Machine(ssd=rates(drive_gb_per_s), host=host)
@@ -196,7 +193,7 @@ def test_a_device_keeps_its_promise_for_a_hundred_passes(noise: float, drive_gb_
             assert abs(predicted - measured) <= 0.02
 
 
-def test_where_nothing_can_be_hidden_nothing_moves_within_four_passes() -> None:
+def test_where_nothing_can_be_hidden_nothing_moves_within_four_passes():
     trace = transformer(step_s=0.05, saved_bytes=6_600_000_000, count=240)
     slow = Machine(ssd=rates(0.2))
     world = World(trace, slow, slow, hook_s=30e-6)
@@ -206,7 +203,7 @@ def test_where_nothing_can_be_hidden_nothing_moves_within_four_passes() -> None:
     assert world.overheads[4:] == [0.0] * 56
 
 
-def test_what_moves_is_tried_again_after_a_while() -> None:
+def test_what_moves_is_tried_again_after_a_while():
     """The machine was busy when moving was given up."""
     trace = transformer(step_s=1.0, saved_bytes=GB, count=50)
     world = World(trace, Machine(ssd=rates(2.0)), Machine(ssd=rates(2.0)), hook_s=0.01)
@@ -223,7 +220,7 @@ def test_what_moves_is_tried_again_after_a_while() -> None:
 
 
 @pytest.mark.parametrize("too_fast", [1.0, 4.0])
-def test_a_drive_that_is_slower_than_it_seems_is_given_less(too_fast: float) -> None:
+def test_a_drive_that_is_slower_than_it_seems_is_given_less(too_fast):
     trace = transformer(step_s=1.0, saved_bytes=GB, count=50)
     world = World(trace, Machine(ssd=rates(2.0)), Machine(ssd=rates(too_fast * 2.0)))
     world.run(40)
@@ -232,7 +229,7 @@ def test_a_drive_that_is_slower_than_it_seems_is_given_less(too_fast: float) -> 
 
 
 @pytest.mark.parametrize("wear", [None, 1 << 20])
-def test_sizes_that_never_come_again_do_not_move_for_ever(wear: int | None) -> None:
+def test_sizes_that_never_come_again_do_not_move_for_ever(wear):
     """As with padding per batch: each pass is the first of its shape."""
     machine = Machine(ssd=rates(3.0))
     made = Scheduler(MemoryConstraints(max_slowdown=1.05, wear_bytes_per_day=wear), lambda: machine)

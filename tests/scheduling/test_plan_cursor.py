@@ -1,7 +1,5 @@
 """A cursor follows a plan while it fits, and a rule where none does."""
 
-from __future__ import annotations
-
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Plan, PlanObjective, Prediction, TierRates
 from lightning_ssd.planning.trace import Trace
@@ -10,7 +8,7 @@ from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
 KEEP, SSD, HOST = Placement.KEEP, Placement.SSD, Placement.HOST
 
 
-def known(sizes: tuple[int, ...], *placements: Placement) -> StoredPlan:
+def known(sizes, *placements):
     prediction = Prediction(step_s=1.0, stall_s=0.0, peak_bytes=1, written_bytes=0, read_bytes=0)
     return StoredPlan(
         sizes=sizes,
@@ -21,11 +19,11 @@ def known(sizes: tuple[int, ...], *placements: Placement) -> StoredPlan:
     )
 
 
-def placed(cursor: PlanCursor, *sizes: int) -> list[Placement]:
+def placed(cursor, *sizes):
     return [cursor.place(size) for size in sizes]
 
 
-def test_a_plan_is_followed_in_pack_order() -> None:
+def test_a_plan_is_followed_in_pack_order():
     plan = known((5, 5, 7), SSD, KEEP, HOST)
     cursor = PlanCursor([plan], room_bytes=1000)
     assert cursor.followed is plan
@@ -36,14 +34,14 @@ def test_a_plan_is_followed_in_pack_order() -> None:
     assert cursor.followed is cursor.completed() is plan
 
 
-def test_a_pass_that_departs_goes_on_by_the_rule() -> None:
+def test_a_pass_that_departs_goes_on_by_the_rule():
     cursor = PlanCursor([known((5, 5, 7), KEEP, KEEP, KEEP)], room_bytes=10)
     assert placed(cursor, 5, 6, 7) == [KEEP, HOST, HOST]
     assert cursor.followed is None
     assert cursor.completed() is None
 
 
-def test_what_comes_after_the_end_of_a_plan_departs_from_it() -> None:
+def test_what_comes_after_the_end_of_a_plan_departs_from_it():
     cursor = PlanCursor([known((5,), KEEP)])
     assert placed(cursor, 5) == [KEEP]
     assert cursor.completed() is not None
@@ -51,7 +49,7 @@ def test_what_comes_after_the_end_of_a_plan_departs_from_it() -> None:
     assert cursor.completed() is cursor.followed is None
 
 
-def test_without_a_plan_everything_moves_and_what_there_is_no_room_for_is_waited_for() -> None:
+def test_without_a_plan_everything_moves_and_what_there_is_no_room_for_is_waited_for():
     cursor = PlanCursor(room_bytes=10)
     assert placed(cursor, 6, 4) == [HOST, HOST]
     assert (cursor.limit_bytes, cursor.ran_out) == (None, False)
@@ -62,7 +60,7 @@ def test_without_a_plan_everything_moves_and_what_there_is_no_room_for_is_waited
     assert (limited.limit_bytes, limited.ran_out) == (3, False)
 
 
-def test_the_latest_plan_that_fits_is_followed() -> None:
+def test_the_latest_plan_that_fits_is_followed():
     latest, earlier = known((5, 5, 1), KEEP, KEEP, KEEP), known((5, 5, 2), SSD, SSD, HOST)
     cursor = PlanCursor([latest, earlier])
     assert placed(cursor, 5) == [KEEP]
@@ -71,7 +69,7 @@ def test_the_latest_plan_that_fits_is_followed() -> None:
     assert cursor.followed is cursor.completed() is earlier
 
 
-def test_the_plan_of_a_pass_that_ends_early_is_found_behind_a_longer_one() -> None:
+def test_the_plan_of_a_pass_that_ends_early_is_found_behind_a_longer_one():
     longer, shorter = known((5, 5, 1), KEEP, KEEP, KEEP), known((5, 5), SSD, SSD)
     cursor = PlanCursor([longer, shorter])
     placed(cursor, 5, 5)

@@ -1,12 +1,7 @@
 """Predicted against measured, in numbers."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -20,7 +15,7 @@ from lightning_ssd.scheduling.plan_report import Comparison
 GIB = 1 << 30
 
 
-def known(prediction: Prediction) -> StoredPlan:
+def known(prediction):
     return StoredPlan(
         sizes=(1,),
         trace=Trace(storages=(), order=(), forward_end_s=0.5, end_s=1.0),
@@ -34,13 +29,13 @@ PLAN = known(Prediction(step_s=1.0, stall_s=0.02, peak_bytes=2 * GIB, written_by
 ONE = Measured(step_s=1.1, overhead=Overhead(stall_s=0.05), peak_bytes=GIB, written_bytes=GIB, read_bytes=GIB)
 
 
-def test_nothing_is_said_before_a_pass_has_followed_a_plan() -> None:
+def test_nothing_is_said_before_a_pass_has_followed_a_plan():
     comparison = Comparison()
     assert comparison.report(3) is None
     assert comparison.latest is None
 
 
-def test_medians_and_the_largest_peak() -> None:
+def test_medians_and_the_largest_peak():
     comparison = Comparison()
     for step_s, stall_s, peak, written in ((1.1, 0.0, 1, 10), (9.0, 5.0, 3, 13), (1.2, 0.1, 2, 11)):
         overhead = Overhead(stall_s=stall_s, hook_s=stall_s / 5, cpu_s=stall_s / 2)
@@ -48,7 +43,6 @@ def test_medians_and_the_largest_peak() -> None:
             PLAN, replace(ONE, step_s=step_s, overhead=overhead, peak_bytes=peak * GIB, written_bytes=written)
         )
     report = comparison.report(2)
-    assert report is not None
     assert (report.predicted_step_s, report.measured_step_s, report.keep_step_s) == (1.0, 1.2, 0.95)
     assert (report.predicted_stall_s, report.measured_stall_s) == (0.02, 0.1)
     assert (report.measured_hook_s, report.measured_cpu_s) == (0.02, 0.05)
@@ -57,16 +51,15 @@ def test_medians_and_the_largest_peak() -> None:
     assert (report.predicted_peak_bytes, report.measured_peak_bytes) == (2 * GIB, 3 * GIB)
     assert (report.predicted_written_bytes, report.measured_written_bytes) == (GIB, 11)
     assert (report.num_passes, report.num_plans) == (3, 2)
-    assert comparison.latest is not None
     assert comparison.latest[0] is PLAN
     assert comparison.latest[1].step_s == 1.2
 
 
-def test_numbers_may_be_asked_for_at_any_moment() -> None:
+def test_numbers_may_be_asked_for_at_any_moment():
     """Another thread may come between any two lines; this one plays it."""
     comparison, seen = Comparison(), []
 
-    def ask(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+    def ask(frame, event, arg):
         if frame.f_code is not Comparison.add.__code__:
             return None
         sys.settrace(None)
@@ -86,18 +79,17 @@ def test_numbers_may_be_asked_for_at_any_moment() -> None:
     assert all(seen)
 
 
-def test_another_plan_begins_anew_and_so_does_one_with_a_new_prediction() -> None:
+def test_another_plan_begins_anew_and_so_does_one_with_a_new_prediction():
     comparison = Comparison()
     comparison.add(PLAN, ONE)
     comparison.add(PLAN, ONE)
     for other in (known(PLAN.plan.prediction), replace(PLAN, rates=TierRates(write_bytes_per_s=2, read_bytes_per_s=2))):
         comparison.add(other, replace(ONE, step_s=7.0))
         report = comparison.report(1)
-        assert report is not None
         assert (report.num_passes, report.measured_step_s) == (1, 7.0)
 
 
-def test_a_short_last_batch_takes_no_place_of_the_passes_that_save_most() -> None:
+def test_a_short_last_batch_takes_no_place_of_the_passes_that_save_most():
     comparison = Comparison()
     for step in range(40):
         comparison.add(PLAN, ONE)
@@ -106,8 +98,6 @@ def test_a_short_last_batch_takes_no_place_of_the_passes_that_save_most() -> Non
     comparison.add(replace(PLAN, sizes=(300,)), replace(ONE, step_s=3.0))
     comparison.add(short, replace(ONE, step_s=0.1))
     report = comparison.report(1)
-    assert report is not None
     assert report.measured_step_s == 3.0
-    assert comparison.latest is not None
     assert comparison.latest[0] is short
     assert len(comparison._followed) <= 16

@@ -1,22 +1,18 @@
 """Plans are made in a process of their own: the same plans, the same refusals, and nothing is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 from lightning_ssd.planning.plan import Machine, PlanObjective
 from lightning_ssd.planning.planner import BudgetTooSmall, make_plan
-from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling import plan_maker, planner_process
-from lightning_ssd.scheduling.pass_kind import PlanInProgress, TracedPass
+from lightning_ssd.scheduling.pass_kind import TracedPass
 from lightning_ssd.scheduling.plan_maker import PlanMaker
 from lightning_ssd.scheduling.planner_process import make_plan_apart
 from tests.support.patience import PATIENCE_S
@@ -27,17 +23,17 @@ TRACE = network(8, 5)
 GOAL = PlanObjective(max_slowdown=1.05)
 
 
-def begin(maker: PlanMaker, trace: Trace = TRACE, goal: PlanObjective = GOAL) -> PlanInProgress:
+def begin(maker, trace=TRACE, goal=GOAL):
     sizes = tuple(storage.nbytes for storage in trace.storages)
     return maker.begin(TracedPass(sizes, trace, 0, 0), goal, MACHINE)
 
 
-def here(*arguments: object) -> None:
+def here(*arguments):
     raise AssertionError("planned in the training process")
 
 
 @pytest.mark.parametrize("goal", [GOAL, PlanObjective(budget_bytes=2_000), PlanObjective(recompute=True)])
-def test_a_process_makes_the_plan_that_we_would_make(goal: PlanObjective, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_makes_the_plan_that_we_would_make(goal, monkeypatch):
     expected = make_plan(TRACE, MACHINE, goal)
     monkeypatch.setattr(plan_maker, "make_plan", here)
     maker = PlanMaker(max_tasks=4)
@@ -45,7 +41,7 @@ def test_a_process_makes_the_plan_that_we_would_make(goal: PlanObjective, monkey
     maker.close()
 
 
-def test_few_storages_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_storages_need_no_process(monkeypatch):
     monkeypatch.setattr(plan_maker, "make_plan_apart", here)
     maker = PlanMaker(max_tasks=4)
     trace = network(2, 5)
@@ -55,7 +51,7 @@ def test_few_storages_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     maker.close()
 
 
-def test_a_budget_that_is_too_small_is_told_as_ever() -> None:
+def test_a_budget_that_is_too_small_is_told_as_ever():
     with pytest.raises(BudgetTooSmall) as expected:
         make_plan(TRACE, MACHINE, PlanObjective(budget_bytes=1))
     with pytest.raises(BudgetTooSmall) as told:
@@ -64,7 +60,7 @@ def test_a_budget_that_is_too_small_is_told_as_ever() -> None:
     assert told.value.smallest_bytes == expected.value.smallest_bytes
 
 
-def test_it_loads_no_pytorch_and_asks_no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_it_loads_no_pytorch_and_asks_no_environment(monkeypatch, tmp_path):
     (tmp_path / "pickle.py").write_text("raise SystemExit('a file of the user was imported')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -75,12 +71,10 @@ def test_it_loads_no_pytorch_and_asks_no_environment(monkeypatch: pytest.MonkeyP
     assert b"torch" not in child.stderr
 
 
-def test_a_process_that_ends_is_made_good_in_the_thread(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_that_ends_is_made_good_in_the_thread(monkeypatch, caplog):
     dump = planner_process.pickle.dump
 
-    def dump_to_the_dead(content: object, file: IO[bytes]) -> None:
+    def dump_to_the_dead(content, file):
         dump(("not", "a", "trace"), file)
 
     monkeypatch.setattr(planner_process.pickle, "dump", dump_to_the_dead)
@@ -92,7 +86,7 @@ def test_a_process_that_ends_is_made_good_in_the_thread(
 
 
 @pytest.mark.parametrize("name", ["executable", "frozen"])
-def test_a_program_without_an_interpreter_plans_in_the_thread(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_without_an_interpreter_plans_in_the_thread(name, monkeypatch):
     monkeypatch.setattr(sys, name, None if name == "executable" else True, raising=False)
     maker = PlanMaker(max_tasks=4)
     assert begin(maker).task.result() == make_plan(TRACE, MACHINE, GOAL)
@@ -100,7 +94,7 @@ def test_a_program_without_an_interpreter_plans_in_the_thread(name: str, monkeyp
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
-def test_it_ends_with_its_parent_whatever_kills_that() -> None:
+def test_it_ends_with_its_parent_whatever_kills_that():
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
         "import subprocess\n"
@@ -112,7 +106,6 @@ def test_it_ends_with_its_parent_whatever_kills_that() -> None:
     )
     root = str(Path(planner_process.__file__).parents[2])
     parent = subprocess.Popen([sys.executable, "-c", code, root], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     deadline_s = time.monotonic() + PATIENCE_S
     num_asleep = 0
@@ -129,8 +122,7 @@ def test_it_ends_with_its_parent_whatever_kills_that() -> None:
         time.sleep(0.05)
 
 
-def _state(pid: int) -> str | None:
-    """Return the letter of the process' state; ``None``: there is no such process."""
+def _state(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,11 +1,7 @@
 """What the scheduler decides: when it traces and plans, what is bounded, what its numbers say."""
 
-from __future__ import annotations
-
 import math
 import re
-import threading
-from typing import Any
 
 import pytest
 
@@ -13,7 +9,7 @@ from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.planner import smallest_budget
 from lightning_ssd.scheduling import plan_maker as module
-from lightning_ssd.scheduling.clock import Clock, HostClock
+from lightning_ssd.scheduling.clock import HostClock
 from lightning_ssd.telemetry.metrics import METRICS
 from tests.support.fake_passes import (
     COUNT,
@@ -27,12 +23,11 @@ from tests.support.fake_passes import (
     planned,
     run_pass,
 )
-from tests.support.patience import PATIENCE_S
 
 # -- tracing and planning ---------------------------------------------------------------------------------------------
 
 
-def test_the_first_pass_moves_and_is_traced_and_so_is_the_second_which_follows_a_plan() -> None:
+def test_the_first_pass_moves_and_is_traced_and_so_is_the_second_which_follows_a_plan():
     trace = make_trace()
     with opened() as made:
         cursor, wants_trace = run_pass(made, trace)
@@ -42,7 +37,6 @@ def test_the_first_pass_moves_and_is_traced_and_so_is_the_second_which_follows_a
         made.wait()
         cursor, wants_trace = run_pass(made, trace)
         known = cursor.completed()
-        assert known is not None
         assert wants_trace
         assert known.trace.storages is trace.storages
         assert known.trace.moved_bytes == COUNT * NBYTES, "everything"
@@ -50,14 +44,13 @@ def test_the_first_pass_moves_and_is_traced_and_so_is_the_second_which_follows_a
         made.wait()
         cursor, wants_trace = run_pass(made, trace)
         known = cursor.completed()
-        assert known is not None
         assert not wants_trace
         assert known.trace is made.trace
         assert 0 < known.trace.moved_bytes < COUNT * NBYTES
 
 
 @pytest.mark.parametrize("clock", [HostClock, LateClock])
-def test_a_plan_is_not_left_to_a_pass_that_warmed_up(clock: type[Clock]) -> None:
+def test_a_plan_is_not_left_to_a_pass_that_warmed_up(clock):
     """The first ones map memory and take longer; where drives need that time, the others stall."""
     with opened() as made:
         for step_s in (9.0, 5.0, *10 * [2.0]):
@@ -66,11 +59,10 @@ def test_a_plan_is_not_left_to_a_pass_that_warmed_up(clock: type[Clock]) -> None
             trace = make_trace(step_s=step_s)
             end_s = step_s + stall_s
             cursor, _ = planned(made, trace, step_s=end_s, stall_s=stall_s, clock=clock, available_bytes=1 << 40)
-        assert cursor.followed is not None
         assert cursor.followed.plan.keep_step_s == 2.0
 
 
-def test_passes_of_two_lengths_have_their_plans_and_are_not_traced_for_ever() -> None:
+def test_passes_of_two_lengths_have_their_plans_and_are_not_traced_for_ever():
     """Tracing takes time itself, and one signature may stand for short passes and long ones, in turns."""
     with opened() as made:
         num_traced = 0
@@ -84,7 +76,7 @@ def test_passes_of_two_lengths_have_their_plans_and_are_not_traced_for_ever() ->
         assert 2 <= num_traced <= 5
 
 
-def test_each_signature_and_each_sequence_of_sizes_has_its_plan() -> None:
+def test_each_signature_and_each_sequence_of_sizes_has_its_plan():
     with opened() as made:
         for count, signature in ((12, "a"), (8, "a"), (6, "b")):
             for _ in range(2):
@@ -93,20 +85,19 @@ def test_each_signature_and_each_sequence_of_sizes_has_its_plan() -> None:
             cursor, wants_trace = run_pass(made, make_trace(count), signature=signature)
             assert not wants_trace
             known = cursor.completed()
-            assert known is not None
             assert len(known.sizes) == count
         assert made.num_plans == 3
 
 
 @pytest.mark.parametrize("counts", [(12,), (6, 12)], ids=["one size", "two in turns"])
-def test_one_pass_that_hiccups_changes_nothing_and_two_do(counts: tuple[int, ...]) -> None:
+def test_one_pass_that_hiccups_changes_nothing_and_two_do(counts):
     """Also where passes of one kind save other sizes in turns: each has a plan."""
     with opened() as made:
         for _ in range(4):
             for count in counts:
                 planned(made, make_trace(count), available_bytes=1 << 40)
 
-        def wants(*stalls: float) -> list[bool]:
+        def wants(*stalls):
             return [
                 run_pass(made, make_trace(count), step_s=1 + s, stall_s=s, available_bytes=1 << 40)[1]
                 for s in stalls
@@ -120,13 +111,11 @@ def test_one_pass_that_hiccups_changes_nothing_and_two_do(counts: tuple[int, ...
         assert made._kinds["a"].model.excess > 1
 
 
-def test_passes_for_which_nothing_may_move_need_no_hooks_and_are_planned_again_more_and_more_rarely(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_passes_for_which_nothing_may_move_need_no_hooks_and_are_planned_again_more_and_more_rarely(monkeypatch):
     """The pass in which a rest ends is traced, and planned for."""
-    planned: list[int] = []
+    planned = []
 
-    def counted(*args: Any) -> Any:
+    def counted(*args):
         planned.append(number)
         return make_plan(*args)
 
@@ -148,7 +137,7 @@ def test_passes_for_which_nothing_may_move_need_no_hooks_and_are_planned_again_m
         assert not made.goes_on_keeping("a"), "memory is scarce"
 
 
-def test_a_drive_that_has_become_slow_is_given_less() -> None:
+def test_a_drive_that_has_become_slow_is_given_less():
     trace, now = make_trace(), [FAST]
     with opened(machine=lambda: now[0]) as made:
         planned(made, trace)
@@ -163,37 +152,7 @@ def test_a_drive_that_has_become_slow_is_given_less() -> None:
         assert made.num_plans == 2
 
 
-def test_what_the_device_has_not_finished_is_not_read() -> None:
-    with opened() as made:
-        planned(made, make_trace(), clock=LateClock)
-        assert made.trace is None
-        run_pass(made, make_trace(), clock=LateClock)
-        assert made.trace is not None
-
-
-def test_training_does_not_wait_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, make_plan = threading.Event(), module.make_plan
-
-    def slow(*args: Any) -> Any:
-        assert go_on.wait(PATIENCE_S)
-        return make_plan(*args)
-
-    monkeypatch.setattr(module, "make_plan", slow)
-
-    monkeypatch.setattr(module, "make_plan_apart", slow)
-    with opened() as made:
-        for _ in range(5):
-            assert run_pass(made, make_trace())[0].followed is None
-        go_on.set()
-        made.wait()
-        assert run_pass(made, make_trace())[0].followed is not None
-    # The work has ended when close returns, and its thread in the next moment.
-    for thread in [one for one in threading.enumerate() if one.name.startswith("lightning_ssd")]:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-
-
-def test_a_plan_that_recomputes_is_traced_again() -> None:
+def test_a_plan_that_recomputes_is_traced_again():
     """Its pass saves other things: until it has been seen, nothing is known of it."""
     trace = make_trace(blocks=True)
     floor = smallest_budget(trace, SLOW, module.PlanObjective(recompute=True))
@@ -207,7 +166,7 @@ def test_a_plan_that_recomputes_is_traced_again() -> None:
 
 
 @pytest.mark.parametrize("limit", [{"activation_budget": 6 * NBYTES}, {"wear_bytes_per_day": 1}, {}])
-def test_without_consent_nothing_is_recomputed(limit: dict[str, int]) -> None:
+def test_without_consent_nothing_is_recomputed(limit):
     """Neither for a budget, nor for wear, nor where memory is scarce."""
     with opened(machine=machine_of(SLOW), **limit) as made:
         for _ in range(4):
@@ -216,8 +175,8 @@ def test_without_consent_nothing_is_recomputed(limit: dict[str, int]) -> None:
             assert not made.cursor("a", level_bytes=0, available_bytes=5 * NBYTES)[0].recompute
 
 
-def test_an_error_of_the_planner_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
+def test_an_error_of_the_planner_is_not_swallowed(monkeypatch):
+    def broken(*_):
         raise ZeroDivisionError("injected")
 
     monkeypatch.setattr(module, "make_plan", broken)
@@ -232,7 +191,7 @@ def test_an_error_of_the_planner_is_not_swallowed(monkeypatch: pytest.MonkeyPatc
 # -- bounds and numbers -----------------------------------------------------------------------------------------------
 
 
-def test_kinds_and_plans_are_bounded() -> None:
+def test_kinds_and_plans_are_bounded():
     with opened() as made:
         for number in range(100):
             planned(made, make_trace(3), signature=str(number))
@@ -242,7 +201,7 @@ def test_kinds_and_plans_are_bounded() -> None:
         assert max(len(kind.plans) for kind in made._kinds.values()) == 8
 
 
-def test_readings_are_those_of_the_last_pass() -> None:
+def test_readings_are_those_of_the_last_pass():
     trace = make_trace()
     with opened() as made:
         run_pass(made, trace)
@@ -250,8 +209,6 @@ def test_readings_are_those_of_the_last_pass() -> None:
         made.wait()
         cursor, _ = run_pass(made, trace, step_s=1.25)
         known, readings = cursor.completed(), made.readings()
-        assert known is not None
-        assert readings is not None
         assert set(readings) == {metric.key for metric in METRICS if metric.key.startswith("plan/")}
         assert readings["plan/predicted_step_s"] == known.plan.prediction.step_s
         assert readings["plan/predicted_peak_gib"] == known.plan.prediction.peak_bytes
@@ -260,12 +217,11 @@ def test_readings_are_those_of_the_last_pass() -> None:
         assert (readings["plan/num_plans"], readings["plan/recomputed_gib"]) == (1, 0)
 
 
-def test_the_limit_of_wear_is_that_of_one_pass() -> None:
+def test_the_limit_of_wear_is_that_of_one_pass():
     per_day = 86_400 * 4 * NBYTES  # four storages per second, and a pass takes one
     with opened(wear_bytes_per_day=per_day, max_slowdown=9.0) as made:
         planned(made, make_trace())
         known = run_pass(made, make_trace())[0].completed()
-        assert known is not None
         assert known.goal.written_bytes == 4 * NBYTES
         assert 0 < known.plan.prediction.written_bytes <= 4 * NBYTES
         assert math.isfinite(known.plan.prediction.step_s)
@@ -274,7 +230,7 @@ def test_the_limit_of_wear_is_that_of_one_pass() -> None:
 @pytest.mark.parametrize(
     ("wear", "machine", "is_told"), [(5_000_000, FAST, True), (10**12, FAST, False), (5_000_000, Machine(), False)]
 )
-def test_a_wear_budget_that_blocks_every_move_is_told_of(wear: int, machine: Machine, is_told: bool) -> None:
+def test_a_wear_budget_that_blocks_every_move_is_told_of(wear, machine, is_told):
     with opened(machine=machine_of(machine), wear_bytes_per_day=wear) as made:
         for _ in range(2):
             planned(made, make_trace())

@@ -1,9 +1,5 @@
 """Stalls count what the device lost, not what Python waited."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -20,31 +16,31 @@ class Device(HostClock):
 
     noise_s = 0.25
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.passed_s = 0.0
 
-    def has_passed(self, stamp: float) -> bool:  # type: ignore[override]
+    def has_passed(self, stamp):
         return stamp <= self.passed_s
 
-    def seconds(self, start: float, end: float) -> float:  # type: ignore[override]
+    def seconds(self, start, end):
         assert self.has_passed(end), "the host would wait for the device"
         return end - start
 
 
 class Told:
-    def __init__(self) -> None:
+    def __init__(self):
         self.device = Device()
         self.counters, self.events, self.num_late = Counters(), EventLog(), 0
         self.stalls = Stalls(self.device, self.counters, self.events, self._late_read)
 
-    def _late_read(self) -> None:
+    def _late_read(self):
         self.num_late += 1
 
-    def wait(self, begin: float, end: float, *, for_read: bool = True) -> None:
+    def wait(self, begin, end, *, for_read=True):
         self.stalls.add(7, 100.0, begin, end, for_read=for_read)
 
 
-def test_a_stall_counts_when_the_device_has_passed_it() -> None:
+def test_a_stall_counts_when_the_device_has_passed_it():
     told = Told()
     told.wait(1.0, 3.0)
     assert (told.counters.stall_s, told.num_late) == (0, 0)
@@ -58,7 +54,7 @@ def test_a_stall_counts_when_the_device_has_passed_it() -> None:
     assert told.events.drain() == [StallEvent(7, 100.0, 102.0)]
 
 
-def test_the_next_one_settles_those_before() -> None:
+def test_the_next_one_settles_those_before():
     told = Told()
     told.device.passed_s = 5.0
     told.wait(6.0, 7.0)
@@ -73,20 +69,18 @@ def test_the_next_one_settles_those_before() -> None:
 
 
 class Behind(HostClock):
-    """Of a device that has got as far as the test says; a stall takes a second."""
-
     passed = True
 
     @classmethod
-    def has_passed(cls, stamp: float) -> bool:  # type: ignore[override]
+    def has_passed(cls, stamp):
         return cls.passed
 
     @staticmethod
-    def seconds(start: float, end: float) -> float:
+    def seconds(start, end):
         return 1.0
 
 
-def run(offloader: Offloader, *, backward: bool = True) -> torch.Tensor:
+def run(offloader, *, backward=True):
     x = torch.randn(300, 300, requires_grad=True)
     with offloader.saved_tensors():
         loss = x.exp().sin().cos().sum()
@@ -98,13 +92,13 @@ def run(offloader: Offloader, *, backward: bool = True) -> torch.Tensor:
 
 
 @pytest.fixture
-def behind(monkeypatch: pytest.MonkeyPatch) -> type[Behind]:
+def behind(monkeypatch):
     monkeypatch.setattr(tensor_cache, "clock_of", lambda device: Behind())
     monkeypatch.setattr(Behind, "passed", False)
     return Behind
 
 
-def test_whoever_asks_after_the_device_has_ended_hears_of_all_stalls(spill_dir: Path, behind: type[Behind]) -> None:
+def test_whoever_asks_after_the_device_has_ended_hears_of_all_stalls(spill_dir, behind):
     policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
     with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir)) as offloader:
         run(offloader)
@@ -119,9 +113,7 @@ def test_whoever_asks_after_the_device_has_ended_hears_of_all_stalls(spill_dir: 
 
 
 @pytest.mark.parametrize("activations", ["offload", "auto"])
-def test_a_graph_that_lives_on_collects_no_stalls_for_ever(
-    spill_dir: Path, activations: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_that_lives_on_collects_no_stalls_for_ever(spill_dir, activations, monkeypatch):
     monkeypatch.setattr("lightning_ssd.activations.saved_pass._MAX_STALLS", 5)
     budget = {"activation_budget": 800_000} if activations == "auto" else {}
     policy = OffloadPolicy(activations=activations, min_tensor_bytes=0, **budget)
@@ -137,7 +129,7 @@ def test_a_graph_that_lives_on_collects_no_stalls_for_ever(
         del kept, passes
 
 
-def test_a_pass_that_is_entered_twice_counts_each_stall_once(spill_dir: Path) -> None:
+def test_a_pass_that_is_entered_twice_counts_each_stall_once(spill_dir):
     policy = OffloadPolicy(activations="auto", min_tensor_bytes=0, activation_budget=800_000)
     with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir)) as offloader:
         x = torch.randn(300, 300, requires_grad=True)

@@ -1,30 +1,24 @@
 """A trace tells how long the pass takes that nobody records, on a device that is late and on one that is not."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import tensor_cache
-from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
-from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling.clock import HostClock
 from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.recorder import Recorder
 from lightning_ssd.scheduling.scheduler import Scheduler
-from tests.support.recorded_passes import Saved, saved
+from tests.support.recorded_passes import saved
 
 NUM_BLOCKS, PER_BLOCK, NBYTES = 24, 13, 20_000_000
 NUM_KERNELS = 3 * NUM_BLOCKS * PER_BLOCK
@@ -52,75 +46,69 @@ class SimulatedDevice:
     done_s: float = 5.0
     num_stamps: int = 0
 
-    def python(self, seconds: float) -> None:
+    def python(self, seconds):
         self.host_s += seconds
 
-    def launch(self, factor: float = 1.0) -> None:
+    def launch(self, factor=1.0):
         self.host_s += self.launch_s
         self._queue(self.kernel_s * factor)
 
-    def _queue(self, seconds: float) -> None:
+    def _queue(self, seconds):
         self.done_s = max(self.done_s, self.host_s) + seconds
         if self.is_host:
             self.host_s = self.done_s
 
-    def wait(self) -> None:
+    def wait(self):
         self.host_s = max(self.host_s, self.done_s)
 
     @property
-    def is_idle(self) -> bool:
+    def is_idle(self):
         return self.done_s <= self.host_s
 
-    def now(self) -> float:
+    def now(self):
         self.host_s += self.now_s
         return self.host_s
 
-    def stamp(self) -> float:
+    def stamp(self):
         self.num_stamps += 1
         self.host_s += self.stamp_s
         self._queue(self.event_s)
         return self.done_s
 
-    def has_passed(self, stamp: float) -> bool:
+    def has_passed(self, stamp):
         return True
 
-    def seconds(self, start: float, end: float) -> float:
+    def seconds(self, start, end):
         return end - start
 
-    def level(self) -> int:
+    def level(self):
         self.host_s += self.level_s
         return 10 * NBYTES
 
-    def is_released(self, key: StorageKey) -> bool:
+    def is_released(self, key):
         self.host_s += self.released_s
         return True
 
 
-def late() -> SimulatedDevice:
+def late():
     """Python is far ahead of it, as at GPT-2's size on a card."""
     return SimulatedDevice(launch_s=8e-6, kernel_s=STEP_S / NUM_KERNELS)
 
 
-def waiting() -> SimulatedDevice:
+def waiting():
     """It waits for Python before each kernel."""
     return SimulatedDevice(launch_s=STEP_S / NUM_KERNELS, kernel_s=5e-6)
 
 
-def cpu() -> SimulatedDevice:
+def cpu():
     return SimulatedDevice(launch_s=5e-6, kernel_s=STEP_S / NUM_KERNELS, is_host=True, stamp_s=0.0, event_s=0.0)
 
 
-def in_turns() -> SimulatedDevice:
-    """Now one waits for the other, now the other way round, by what :class:`Step` launches."""
+def in_turns():
     return SimulatedDevice(launch_s=0.3 * STEP_S / NUM_KERNELS, kernel_s=0.6 * STEP_S / NUM_KERNELS)
 
 
-DEVICES: dict[str, Callable[[], SimulatedDevice]] = {
-    "late": late,
-    "waits for Python": waiting,
-    "a CPU": cpu,
-    "both": in_turns,
-}
+DEVICES = {"late": late, "waits for Python": waiting, "a CPU": cpu, "both": in_turns}
 
 
 class Step:
@@ -134,23 +122,15 @@ class Step:
         is_uneven: every other block has kernels of three times the length, and those between of a tenth.
     """
 
-    def __init__(
-        self,
-        device: SimulatedDevice,
-        recorder: Recorder | None = None,
-        *,
-        hook_s: float = 0.0,
-        places: Callable[[int], Placement] = lambda nbytes: Placement.KEEP,
-        is_uneven: bool = False,
-    ) -> None:
+    def __init__(self, device, recorder=None, *, hook_s=0.0, places=lambda nbytes: Placement.KEEP, is_uneven=False):
         self._device = device
         self._recorder = recorder
         self._hook_s = hook_s
         self._places = places
         self._is_uneven = is_uneven
-        self._moved: set[int] = set()
-        self._held: list[Saved] = []
-        self.packed_s: list[float] = []
+        self._moved = set()
+        self._held = []
+        self.packed_s = []
         self.counted_hook_s = 0.0
         self.moved_bytes = 0
         self.begin = device.stamp()
@@ -161,7 +141,7 @@ class Step:
         device.wait()
         self.step_s = self.end - self.begin
 
-    def _run(self) -> None:
+    def _run(self):
         recorder, device = self._recorder, self._device
         for block in range(NUM_BLOCKS):
             if recorder is not None:
@@ -180,19 +160,19 @@ class Step:
             if recorder is not None:
                 recorder.freed(index)
 
-    def _factor(self, block: int) -> float:
+    def _factor(self, block):
         return (3.0 if block % 2 else 0.1) if self._is_uneven else 1.0
 
-    def _pack(self) -> None:
+    def _pack(self):
         self._timed(self._do_pack, 0)
 
-    def _unpack(self, index: int) -> None:
+    def _unpack(self, index):
         self._timed(self._do_unpack, index)
 
-    def _timed(self, hook: Callable[[int], None], index: int) -> None:
+    def _timed(self, hook, index):
         (hook if self._recorder is None else self._recorder.timed(hook))(index)
 
-    def _do_pack(self, _: int) -> None:
+    def _do_pack(self, _):
         begin_s, index = self._device.host_s, len(self.packed_s)
         self.packed_s.append(self._device.done_s - self.begin)
         if self._places(NBYTES) is not Placement.KEEP:
@@ -204,7 +184,7 @@ class Step:
             self._recorder.packed(NBYTES, self._held[-1].key)
         self._count(begin_s, is_hidden=not self._device.is_idle)
 
-    def _do_unpack(self, index: int) -> None:
+    def _do_unpack(self, index):
         begin_s = self._device.host_s
         if index in self._moved:
             self._device.python(self._hook_s)
@@ -212,18 +192,18 @@ class Step:
             self._recorder.wanted(index)
         self._count(begin_s, is_hidden=False)
 
-    def _count(self, begin_s: float, *, is_hidden: bool) -> None:
+    def _count(self, begin_s, *, is_hidden):
         if not is_hidden and (self._moved or self._recorder is not None):
             self.counted_hook_s += self._device.host_s - begin_s
 
 
-def begun(device: SimulatedDevice) -> Recorder:
+def begun(device):
     return Recorder(device, device.level, released=device.is_released, now=device.now)
 
 
 @pytest.mark.parametrize("is_uneven", [False, True])
 @pytest.mark.parametrize("kind", DEVICES)
-def test_a_recorded_pass_tells_of_the_one_that_is_not(kind: str, is_uneven: bool) -> None:
+def test_a_recorded_pass_tells_of_the_one_that_is_not(kind, is_uneven):
     plain, device = Step(DEVICES[kind](), is_uneven=is_uneven), DEVICES[kind]()
     recorder = begun(device)
     recorded = Step(device, recorder, is_uneven=is_uneven)
@@ -238,7 +218,7 @@ def test_a_recorded_pass_tells_of_the_one_that_is_not(kind: str, is_uneven: bool
     assert_ordered(trace)
 
 
-def assert_ordered(trace: Trace) -> None:
+def assert_ordered(trace):
     count = NUM_BLOCKS * PER_BLOCK
     assert trace.order == tuple(reversed(range(count)))
     packed = [storage.packed_s for storage in trace.storages]
@@ -252,7 +232,7 @@ def assert_ordered(trace: Trace) -> None:
 
 @pytest.mark.parametrize("hook_us", [20, 150])
 @pytest.mark.parametrize("kind", DEVICES)
-def test_a_plan_from_a_traced_step_predicts_the_next_plain_one(kind: str, hook_us: int) -> None:
+def test_a_plan_from_a_traced_step_predicts_the_next_plain_one(kind, hook_us):
     """50 ms a step. In the first pass everything moves; a late device hides the shorter hooks, and not the longer."""
     rates = TierRates(write_bytes_per_s=2e8, read_bytes_per_s=2e8)  # nothing can be hidden: the plan keeps everything
     made = Scheduler(MemoryConstraints(max_slowdown=1.05), lambda: Machine(ssd=rates))
@@ -294,20 +274,20 @@ def test_a_plan_from_a_traced_step_predicts_the_next_plain_one(kind: str, hook_u
         assert predicted_s == pytest.approx(measured_s, rel=0.1)
 
 
-def test_recording_a_storage_takes_few_python_calls_and_stamps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_a_storage_takes_few_python_calls_and_stamps(tmp_path, monkeypatch):
     """Of a real pass. It took three stamps and up to 34 questions of who holds what for each storage."""
-    calls: list[str] = []
+    calls = []
     num_stamps = 0
     length = 320
 
     class Counting(HostClock):
         @staticmethod
-        def stamp() -> float:  # type: ignore[override]
+        def stamp():
             nonlocal num_stamps
             num_stamps += 1
             return time.perf_counter()
 
-    def count(frame: FrameType, event: str, argument: object) -> None:
+    def count(frame, event, argument):
         parts = Path(frame.f_code.co_filename).parts
         is_ours = parts[-2:] == ("scheduling", "recorder.py") or frame.f_code.co_name in ("is_released", "_level_bytes")
         if event == "call" and is_ours:
@@ -329,7 +309,6 @@ def test_recording_a_storage_takes_few_python_calls_and_stamps(tmp_path: Path, m
             sys.setprofile(None)
         offloader.end_backward()
         trace = offloader.trace
-    assert trace is not None
     assert len(trace.storages) == length
     assert trace.order == tuple(reversed(range(length)))
     recorded = Counter(calls)
