@@ -1,19 +1,14 @@
-from __future__ import annotations
-
 import ctypes
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_ssd.errors import BackendUnavailableError, ConfigError, UnsuitablePathError
+from lightning_ssd.errors import BackendUnavailableError, ConfigError
 from lightning_ssd.storage.factory import open_backend
 
-SHM = Path("/dev/shm")
 
-
-def kvikio_works() -> bool:
+def kvikio_works():
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -25,10 +20,10 @@ without_kvikio = pytest.mark.skipif(kvikio_works(), reason="kvikio works here")
 
 
 @pytest.mark.parametrize("choice", ["auto", "posix"])
-def test_posix_on_cpu(tmp_path: Path, choice: str) -> None:
+def test_posix_on_cpu(tmp_path, choice):
     backend, why = open_backend(
         choice, directories=[tmp_path / "new"], device=torch.device("cpu"), allow_unsuitable_paths=True
-    )  # type: ignore[arg-type]
+    )
     assert backend.name in {"posix O_DIRECT", "posix page cache"}
     assert why.startswith(f"{backend.name} (")
     expected = {
@@ -41,7 +36,7 @@ def test_posix_on_cpu(tmp_path: Path, choice: str) -> None:
 
 
 @without_kvikio
-def test_posix_on_cuda_where_kvikio_does_not_work(tmp_path: Path) -> None:
+def test_posix_on_cuda_where_kvikio_does_not_work(tmp_path):
     backend, why = open_backend(
         "auto", directories=[tmp_path], device=torch.device("cuda"), allow_unsuitable_paths=True
     )
@@ -53,14 +48,14 @@ def test_posix_on_cuda_where_kvikio_does_not_work(tmp_path: Path) -> None:
 class KvikioWithoutGds:
     name, why = "kvikio POSIX", "no nvidia-fs here"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.is_closed = False
 
-    def close(self) -> None:
+    def close(self):
         self.is_closed = True
 
 
-def test_auto_takes_no_kvikio_that_copies_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_no_kvikio_that_copies_by_itself(tmp_path, monkeypatch):
     """Its stream and the device's default stream wait for each other."""
     found = KvikioWithoutGds()
     monkeypatch.setattr("lightning_ssd.storage.factory._open_kvikio", lambda *_: found)
@@ -78,12 +73,12 @@ def test_auto_takes_no_kvikio_that_copies_by_itself(tmp_path: Path, monkeypatch:
 class KvikioOfAnyDevice(KvikioWithoutGds):
     name, moves_device_memory = "kvikio GDS", True
 
-    def __init__(self, *, device_type: str) -> None:
+    def __init__(self, *, device_type):
         super().__init__()
         assert device_type == "cuda"
 
 
-def test_kvikio_proves_itself_on_the_device_that_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kvikio_proves_itself_on_the_device_that_is_used(tmp_path, monkeypatch):
     """Not on the current one: that would set up a context on a device that another process trains on."""
     proved = []
     monkeypatch.setattr("lightning_ssd.storage.kvikio.KvikioBackend", KvikioOfAnyDevice)
@@ -97,22 +92,11 @@ def test_kvikio_proves_itself_on_the_device_that_is_used(tmp_path: Path, monkeyp
 
 
 @without_kvikio
-def test_kvikio_by_name_says_what_is_missing(tmp_path: Path) -> None:
+def test_kvikio_by_name_says_what_is_missing(tmp_path):
     with pytest.raises(BackendUnavailableError, match=r'or use HardwareProfile\(backend="posix"\)|on machines without'):
         open_backend("kvikio", directories=[tmp_path], device=torch.device("cpu"), allow_unsuitable_paths=True)
 
 
-@pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
-def test_memory_is_refused_unless_told(tmp_path: Path) -> None:
-    with pytest.raises(UnsuitablePathError, match="is memory"):
-        open_backend("auto", directories=[SHM], device=torch.device("cpu"))
-    backend, _ = open_backend(
-        "auto", directories=[tmp_path, SHM], device=torch.device("cpu"), allow_unsuitable_paths=True
-    )
-    assert backend.memory_alignment <= 4096
-    backend.close()
-
-
-def test_no_directory() -> None:
+def test_no_directory():
     with pytest.raises(ConfigError, match="name at least one"):
         open_backend("auto", directories=[], device=torch.device("cpu"))

@@ -1,13 +1,10 @@
 """Directories of ours stay while anybody needs them, and go with the last one."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ from lightning_ssd.storage.directories import HeldDirectory, created_directories
 from tests.support.threads import at_once
 
 
-def test_goes_with_the_last_holder(tmp_path: Path) -> None:
+def test_goes_with_the_last_holder(tmp_path):
     path = tmp_path / "deep" / "rank"
     first, second = HeldDirectory(path), HeldDirectory(path)
     first.close()
@@ -32,9 +29,7 @@ def test_goes_with_the_last_holder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("working", ["usual", "/"])
 @pytest.mark.parametrize("is_usual", [False, True], ids=["elsewhere", "in a usual place"])
-def test_a_directory_that_is_made_on_the_systems_drive_is_told(
-    is_usual: bool, working: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_that_is_made_on_the_systems_drive_is_told(is_usual, working, tmp_path, monkeypatch, caplog):
     if os.stat(tmp_path).st_dev != os.stat("/").st_dev:
         pytest.skip("temporary files lie on a drive of their own")
     (tmp_path / "usual").mkdir()
@@ -50,9 +45,7 @@ def test_a_directory_that_is_made_on_the_systems_drive_is_told(
         assert ("has been made on the drive of /" in caplog.text) == (is_first and not is_usual)
 
 
-def test_where_there_is_neither_a_home_nor_a_working_directory_one_is_made_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_there_is_neither_a_home_nor_a_working_directory_one_is_made_all_the_same(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -62,7 +55,7 @@ def test_where_there_is_neither_a_home_nor_a_working_directory_one_is_made_all_t
         assert (tmp_path / "spill").is_dir()
 
 
-def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
+def test_another_process_holds_it_until_it_dies(tmp_path):
     path = tmp_path / "rank"
     script = (
         "import fcntl, os, sys; f = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(f, fcntl.LOCK_SH); "
@@ -72,7 +65,6 @@ def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
     other = subprocess.Popen(
         [sys.executable, "-S", "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    assert other.stdout is not None
     other.stdout.readline()
     held.close()
     assert path.is_dir()
@@ -82,10 +74,10 @@ def test_another_process_holds_it_until_it_dies(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_many_that_open_and_close_never_lose_it(tmp_path: Path) -> None:
+def test_many_that_open_and_close_never_lose_it(tmp_path):
     """Whoever holds it can make files in it, however the others come and go."""
 
-    def come_and_go() -> None:
+    def come_and_go():
         for _ in range(200):
             held = HeldDirectory(tmp_path / "rank")
             os.close(os.open(tmp_path / "rank", os.O_RDONLY | os.O_DIRECTORY))
@@ -95,8 +87,8 @@ def test_many_that_open_and_close_never_lose_it(tmp_path: Path) -> None:
     assert not (tmp_path / "rank").exists()
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(folder: int, operation: int) -> None:
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def refuse(folder, operation):
         raise OSError(95, "not supported")
 
     monkeypatch.setattr(fcntl, "flock", refuse)

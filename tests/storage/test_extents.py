@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,30 +12,30 @@ class AllocatorAgainstByteMap(RuleBasedStateMachine):
     """The allocator does what a list with one entry per block does by looking at every entry."""
 
     @initialize(block=st.sampled_from([1, 512, 4096]))
-    def start(self, block: int) -> None:
+    def start(self, block):
         self.block = block
         self.allocator = ExtentAllocator(block)
-        self.blocks: list[bool] = []
-        self.lent: list[Extent] = []
+        self.blocks = []
+        self.lent = []
 
-    def first_fit(self, num_blocks: int) -> int | None:
+    def first_fit(self, num_blocks):
         for start in range(len(self.blocks) - num_blocks + 1):
             if not any(self.blocks[start : start + num_blocks]):
                 return start
         return None
 
-    def mark(self, extent: Extent, used: bool) -> None:
+    def mark(self, extent, used):
         start, count = extent.offset // self.block, extent.nbytes // self.block
         assert self.blocks[start : start + count] == [not used] * count, "overlap, or freed twice"
         self.blocks[start : start + count] = [used] * count
 
     @rule(num_blocks=st.integers(1, 12))
-    def grow(self, num_blocks: int) -> None:
+    def grow(self, num_blocks):
         self.allocator.grow(num_blocks * self.block)
         self.blocks += [False] * num_blocks
 
     @rule(nbytes=st.integers(1, 9 * 4096))
-    def allocate(self, nbytes: int) -> None:
+    def allocate(self, nbytes):
         count = -(-nbytes // self.block)
         if self.block == 1:
             count = nbytes = nbytes % 13 + 1
@@ -52,7 +50,7 @@ class AllocatorAgainstByteMap(RuleBasedStateMachine):
 
     @precondition(lambda self: self.lent)
     @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
+    def free(self, data):
         extent = self.lent.pop(data.draw(st.integers(0, len(self.lent) - 1)))
         self.allocator.free(extent)
         self.mark(extent, False)
@@ -60,14 +58,14 @@ class AllocatorAgainstByteMap(RuleBasedStateMachine):
             self.allocator.free(extent)
 
     @invariant()
-    def counts_agree(self) -> None:
+    def counts_agree(self):
         self.allocator.merge_returned()
         assert self.allocator.capacity_bytes == len(self.blocks) * self.block
         assert self.allocator.used_bytes == sum(self.blocks) * self.block
         tail = next((i for i, used in enumerate(reversed(self.blocks)) if used), len(self.blocks))
         assert self.allocator.tail_free_bytes == tail * self.block
 
-    def teardown(self) -> None:
+    def teardown(self):
         for extent in self.lent:
             self.allocator.free(extent)
         if self.blocks:
@@ -80,17 +78,17 @@ TestAllocatorAgainstByteMap.settings = settings(max_examples=60, stateful_step_c
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
-def test_refuses_empty_extents(nbytes: int) -> None:
+def test_refuses_empty_extents(nbytes):
     with pytest.raises(ValueError, match="at least 1 byte"):
         ExtentAllocator(BLOCK).allocate(nbytes)
 
 
-def test_refuses_growth_by_part_of_a_block() -> None:
+def test_refuses_growth_by_part_of_a_block():
     with pytest.raises(ValueError, match="multiple of 4096"):
         ExtentAllocator(BLOCK).grow(100)
 
 
-def test_refuses_extents_of_another_allocator() -> None:
+def test_refuses_extents_of_another_allocator():
     allocator = ExtentAllocator(BLOCK)
     allocator.grow(4 * BLOCK)
     assert allocator.allocate(2 * BLOCK) == Extent(0, 2 * BLOCK)

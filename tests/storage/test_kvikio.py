@@ -1,7 +1,5 @@
 """Against the real kvikio: on a GPU where there is one; else on host memory with a stand-in CUDA driver."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os
@@ -9,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +14,6 @@ import torch
 
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import BackendUnavailableError, StorageError
-from lightning_ssd.storage import kvikio as kvikio_module
-from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.drive_probe import read_back_ok
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.kvikio import KvikioBackend
@@ -28,7 +23,7 @@ from tests.support.suite import BackendSuite, Memory
 HAS_KVIKIO = importlib.util.find_spec("kvikio") is not None
 
 
-def has_driver() -> bool:
+def has_driver():
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -44,10 +39,10 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 class TestKvikioOnHostMemory(BackendSuite):
     __test__ = HAS_KVIKIO and has_driver()  # no crowd of skips: the stand-in test below says why it did not run
 
-    def make_backend(self, directory: Path) -> Backend:
+    def make_backend(self, directory):
         return KvikioBackend(device_type="cpu", gds=False)
 
-    def test_odd_sizes(self, backend: Backend, arena: kvikio_module.Arena) -> None:
+    def test_odd_sizes(self, backend, arena):
         for nbytes in (1, 511, 4097, 100_003):
             extent = arena.allocate(nbytes)
             written, read = Memory.random(nbytes, 3), Memory.make(nbytes, 70)
@@ -56,7 +51,7 @@ class TestKvikioOnHostMemory(BackendSuite):
             assert read.content == written.content
             assert read.guards_intact()
 
-    def test_settings_are_restored(self, backend: Backend) -> None:
+    def test_settings_are_restored(self, backend):
         import kvikio.defaults
 
         assert kvikio.defaults.get("num_threads") > 1
@@ -64,7 +59,7 @@ class TestKvikioOnHostMemory(BackendSuite):
         assert kvikio.defaults.get("num_threads") == 1
         assert kvikio.defaults.get("compat_mode") == kvikio.CompatMode.AUTO
 
-    def test_closes_what_it_opens(self, backend: Backend, tmp_path: Path) -> None:
+    def test_closes_what_it_opens(self, backend, tmp_path):
         for _ in range(3):
             backend.open_arena(tmp_path).close()
         before = os.listdir("/proc/self/fd")
@@ -73,7 +68,7 @@ class TestKvikioOnHostMemory(BackendSuite):
             arena.close()
         assert len(os.listdir("/proc/self/fd")) == len(before)
 
-    def test_arenas_of_others_are_refused(self, backend: Backend, tmp_path: Path) -> None:
+    def test_arenas_of_others_are_refused(self, backend, tmp_path):
         posix = PosixBackend([tmp_path])
         arena = posix.open_arena(tmp_path)
         with pytest.raises(StorageError, match="opened by another backend"):
@@ -87,7 +82,7 @@ class TestKvikioInItsDeviceForm(BackendSuite):
 
     __test__ = HAS_KVIKIO and has_driver()
 
-    def make_backend(self, directory: Path) -> Backend:
+    def make_backend(self, directory):
         backend = KvikioBackend(device_type="cuda", gds=False)
         assert backend.moves_device_memory
         return backend
@@ -95,7 +90,7 @@ class TestKvikioInItsDeviceForm(BackendSuite):
 
 @needs_kvikio
 @needs_driver
-def test_by_name_it_proves_itself_and_says_why(tmp_path: Path) -> None:
+def test_by_name_it_proves_itself_and_says_why(tmp_path):
     backend, why = open_backend(
         "kvikio", directories=[tmp_path], device=torch.device("cpu"), allow_unsuitable_paths=True
     )
@@ -105,13 +100,13 @@ def test_by_name_it_proves_itself_and_says_why(tmp_path: Path) -> None:
 
 @needs_kvikio
 @pytest.mark.skipif(has_driver(), reason="a CUDA driver is here")
-def test_without_a_driver_it_says_so() -> None:
+def test_without_a_driver_it_says_so():
     with pytest.raises(BackendUnavailableError, match="needs the CUDA driver"):
         KvikioBackend()
 
 
 @pytest.mark.skipif(HAS_KVIKIO, reason="kvikio is installed")
-def test_without_kvikio_it_names_the_extra() -> None:
+def test_without_kvikio_it_names_the_extra():
     with pytest.raises(BackendUnavailableError, match=r"pip install '\.\[cu13\]'.* in the checkout"):
         KvikioBackend()
 
@@ -119,7 +114,7 @@ def test_without_kvikio_it_names_the_extra() -> None:
 @needs_kvikio
 @pytest.mark.skipif(has_driver(), reason="a CUDA driver is here: the tests above ran on it")
 @pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="needs a C compiler")
-def test_with_a_stand_in_driver(tmp_path: Path) -> None:
+def test_with_a_stand_in_driver(tmp_path):
     """Runs the tests above once more, in a process that finds a CUDA driver without devices."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler is not None
@@ -137,7 +132,6 @@ def test_with_a_stand_in_driver(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     ran = re.search(r"(\d+) passed", done.stdout)
-    assert ran is not None
     assert int(ran[1]) > 20, done.stdout
     assert "skipped" not in done.stdout, done.stdout
 
@@ -147,7 +141,7 @@ def test_with_a_stand_in_driver(tmp_path: Path) -> None:
 @needs_kvikio
 class TestOnTheGpu:
     @pytest.fixture(params=[True, False], ids=["GDS", "POSIX"])
-    def backend(self, request: pytest.FixtureRequest) -> Iterator[KvikioBackend]:
+    def backend(self, request):
         backend = KvikioBackend(device_type="cuda", gds=request.param)
         if request.param and backend.name != "kvikio GDS":
             backend.close()
@@ -155,14 +149,12 @@ class TestOnTheGpu:
         yield backend
         backend.close()
 
-    def test_reads_back(self, backend: KvikioBackend, tmp_path: Path) -> None:
+    def test_reads_back(self, backend, tmp_path):
         assert read_back_ok(backend, tmp_path, device="cuda", nbytes=64 << 20)
 
     @pytest.mark.parametrize("start", [0, 1, 64, 4096])
     @pytest.mark.parametrize("nbytes", [1, 4096, 100_003, 32 << 20])
-    def test_device_memory_of_any_address_and_size(
-        self, backend: KvikioBackend, tmp_path: Path, start: int, nbytes: int
-    ) -> None:
+    def test_device_memory_of_any_address_and_size(self, backend, tmp_path, start, nbytes):
         written = torch.randint(0, 256, (start + nbytes + 64,), dtype=torch.uint8, device="cuda")
         read = torch.zeros_like(written)
         torch.cuda.synchronize()
@@ -175,7 +167,7 @@ class TestOnTheGpu:
         assert not read[:start].any()
         assert not read[start + nbytes :].any()
 
-    def test_chosen_by_auto(self, tmp_path: Path) -> None:
+    def test_chosen_by_auto(self, tmp_path):
         backend, why = open_backend(
             "auto", directories=[tmp_path], device=torch.device("cuda"), allow_unsuitable_paths=True
         )

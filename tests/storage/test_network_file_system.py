@@ -4,15 +4,12 @@ The server talks through a pair of sockets, so that no port, no key and no daemo
 moment, as real ones end.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +29,6 @@ _SERVERS = (
 
 @dataclass
 class Remote:
-    """A directory behind a server."""
-
     mount: Path
     """Where it is seen."""
     behind: Path
@@ -42,7 +37,7 @@ class Remote:
 
 
 @pytest.fixture
-def remote(tmp_path: Path) -> Iterator[Remote]:
+def remote(tmp_path):
     server_file = next((path for path in _SERVERS if path.exists()), None)
     if shutil.which("sshfs") is None or server_file is None:
         pytest.skip("needs sshfs and OpenSSH's sftp-server")
@@ -65,7 +60,7 @@ def remote(tmp_path: Path) -> Iterator[Remote]:
             process.wait()
 
 
-def _wait_for(mount: Path, client: subprocess.Popen[bytes]) -> None:
+def _wait_for(mount, client):
     deadline_s = time.monotonic() + PATIENCE_S
     while not os.path.ismount(mount):
         if client.poll() is not None or time.monotonic() > deadline_s:
@@ -73,13 +68,12 @@ def _wait_for(mount: Path, client: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
-def offloader_in(directory: Path) -> Offloader:
-    """All that is saved moves, and so do the optimizer's states."""
+def offloader_in(directory):
     policy = OffloadPolicy(activations="offload", min_tensor_bytes="64KiB", optimizer_states="offload")
     return Offloader(policy=policy, hardware=HardwareProfile(paths=directory, allow_unsuitable_paths=True))
 
 
-def test_it_is_refused_by_name_and_allowed_it_trains_to_the_same_bits_in_private_files(remote: Remote) -> None:
+def test_it_is_refused_by_name_and_allowed_it_trains_to_the_same_bits_in_private_files(remote):
     with (
         pytest.raises(UnsuitablePathError, match=r"lies on fuse\.sshfs, a network file system"),
         Offloader(hardware=HardwareProfile(paths=remote.mount), device="cpu"),
@@ -101,10 +95,10 @@ def test_it_is_refused_by_name_and_allowed_it_trains_to_the_same_bits_in_private
         time.sleep(0.05)
 
 
-def test_a_server_that_dies_ends_the_step_with_the_read_that_failed(remote: Remote) -> None:
+def test_a_server_that_dies_ends_the_step_with_the_read_that_failed(remote):
     offloader = offloader_in(remote.mount)
 
-    def until_it_dies() -> None:
+    def until_it_dies():
         with offloader:
             loop = Loop(offloader).run(1)
             with offloader.saved_tensors():

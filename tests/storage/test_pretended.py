@@ -1,156 +1,326 @@
-"""The pretended device itself: a race is a fault, and each guard of the package, once removed, is missed."""
+"""Streams and drives of a pretended device: nothing races, and each guard of the package, once removed, is missed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.activations.saved_parts import SavedParts
+from lightning_ssd.activations.saved_storage import SavedStorage
+from lightning_ssd.activations.storage_state import AWAY, State
 from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.pools import StagingPool
+from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.base import StoredBytes
+from lightning_ssd.tiers import jobs
 from lightning_ssd.tiers.checksum import Sampler
-from lightning_ssd.tiers.copy_paths import StagedMover
+from lightning_ssd.tiers.copy_paths import ArenaMover, DeviceMover, StagedMover
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.streams import StreamEvent
 from lightning_ssd.tiers.tier import Tier
 from tests.support.helpers import assert_identical
 from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S
-from tests.support.pretended import PretendedDevice
-from tests.support.pretended_training import on, pretended_device
+from tests.support.pretended import PretendedDevice, PretendedMark
+from tests.support.pretended_training import DriveOfDevice, on, pretended_device
+from tests.support.state_stores import CPU, put
+
+pytestmark = pytest.mark.usefixtures("small_subgroups")
+
+_DESCHEDULED_S = 0.2
+
+Scenario = Callable[[Path | None, PretendedDevice], list[torch.Tensor] | None]
+"""Without a directory, if it can: what is computed without an offloader."""
+Remove = Callable[[pytest.MonkeyPatch, PretendedDevice], object]
 
 
-@pytest.fixture
-def device() -> Iterator[PretendedDevice]:
-    """Whose streams get on only while somebody waits."""
-    with pretended_device(lag_s=PATIENCE_S) as made:
-        yield made
+@contextmanager
+def opened(directory, device, **policy):
+    if directory is None:
+        yield None
+        return
+    chosen = OffloadPolicy(**{"activations": "offload", "min_tensor_bytes": 0, **policy})
+    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory=0)
+    with Offloader(policy=chosen, hardware=hardware, **on(device)) as offloader:
+        yield offloader
 
 
-def offloader(directory: Path, device: PretendedDevice, **policy: Any) -> Offloader:
-    return Offloader(
-        policy=OffloadPolicy(**{"activations": "offload", "min_tensor_bytes": 0, **policy}),
-        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory=0),
-        **on(device),
-    )
-
-
-# -- what is trained ---------------------------------------------------------------------------------------------------
-
-
-def perceptron(opened: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
+@contextmanager
+def forward(offloader):
     """Everything goes to the drive before it is wanted back."""
+    with nullcontext() if offloader is None else offloader.saved_tensors():
+        yield
+    if offloader is not None:
+        offloader.flush()
+
+
+@contextmanager
+def held_copies():
+    """Workers wait for no copy of what they have read, and let go of nothing, until the end."""
+    may_settle, settle = threading.Event(), jobs.Read._settle
+
+    def late(read, *args):
+        assert may_settle.wait(PATIENCE_S)
+        return settle(read, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs.Read, "_settle", late)
+        yield
+        may_settle.set()
+
+
+def wait_until(is_so):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, "it never came about"
+        time.sleep(0.001)
+
+
+def leaf(num=4096):
+    return torch.linspace(-1, 1, num).requires_grad_()
+
+
+# -- scenarios ---------------------------------------------------------------------------------------------------------
+
+
+def perceptron(directory, device, **policy):
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Sequential(nn.Linear(320, 320), nn.GELU()) for _ in range(4)))
     batch, gradients = torch.randn(64, 320), []
-    for _ in range(2):
-        if opened is None:
-            loss = module(batch).square().mean()
-        else:
-            with opened.saved_tensors():
+    with opened(directory, device, **policy) as offloader:
+        for _ in range(2):
+            with forward(offloader):
                 loss = module(batch).square().mean()
-            opened.flush()
-        loss.backward()
-        if opened is not None:
-            opened.end_backward()
-        gradients += [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+            loss.backward()
+            if offloader is not None:
+                offloader.end_backward()
+            gradients += [parameter.grad.clone() for parameter in module.parameters()]
     return gradients
 
 
-def states(opened: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
-    """An optimizer whose states wait on the drive."""
+def states(directory, device):
     generator = torch.Generator().manual_seed(1)
     parameters = [nn.Parameter(torch.randn(128, 150, generator=generator)) for _ in range(6)]
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    if opened is not None:
-        optimizer = opened.offload_optimizer(optimizer)
-    for _ in range(3):
-        for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    with opened(directory, device, activations="keep", optimizer_states="offload") as offloader:
+        if offloader is not None:
+            optimizer = offloader.offload_optimizer(optimizer)
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
     return [parameter.detach().clone() for parameter in parameters]
 
 
-def two_streams(opened: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
+def two_streams(directory, device):
     """What one stream has made another one saves; what that one has brought up the first one uses."""
-    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    x = leaf(256 * 256)
+    with opened(directory, device) as offloader:
+        with forward(offloader):
+            y = (x * 2).exp()
+            with device.stream("side"):
+                device.wait_stream("main")
+                z = (y * y).sin().sin()
+            device.wait_stream("side")
+            loss = (z * z).cos().sum()
+            del y, z
+        loss.backward()
+    return [x.grad]
 
-    def forward() -> torch.Tensor:
-        y = (x * 2).exp()
+
+def two_backwards(directory, device):
+    """What one stream has read ahead another one uses."""
+    x = leaf(256 * 256)
+    with opened(directory, device) as offloader:
+        with forward(offloader):
+            y = (x * 2).exp().sin().sin().sin()
+            loss = (y * y).cos().sum()
         with device.stream("side"):
             device.wait_stream("main")
-            z = (y * y).sin().sin()
+            (gradient,) = torch.autograd.grad(loss, y, retain_graph=True)
         device.wait_stream("side")
-        return (z * z).cos().sum()
+        y.backward(gradient)
+    return [x.grad]
 
-    if opened is None:
-        forward().backward()
-    else:
-        with opened.saved_tensors():
-            loss = forward()
-        opened.flush()
+
+def saved_in_parts(directory, device):
+    """Half of a buffer is made after the other was saved, on another stream, by a kernel that bumps no version."""
+    x = leaf()
+    with opened(directory, device) as offloader:
+        with forward(offloader):
+            buffer = torch.zeros(2, 4096)
+            first = x * buffer[0]
+            with device.stream("side"):
+                device.wait_stream("main")
+                buffer[1].data.add_(3.0)
+                loss = (first * buffer[1]).sum()
+            del buffer
+        device.wait_stream("side")
         loss.backward()
-    assert x.grad is not None
     return [x.grad]
 
 
-def two_backwards(opened: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
-    """What one stream has read ahead another one uses."""
-    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(2), requires_grad=True)
-    with nullcontext() if opened is None else opened.saved_tensors():
-        y = (x * 2).exp().sin().sin().sin()
-        loss = (y * y).cos().sum()
-    if opened is not None:
-        opened.flush()
-    with device.stream("side"):
-        device.wait_stream("main")
-        (gradient,) = torch.autograd.grad(loss, y, retain_graph=True)
-    device.wait_stream("side")
-    y.backward(gradient)
-    assert x.grad is not None
+def filled_after_saving(directory, device):
+    """An operation saves its noise before its kernel makes it."""
+    x = leaf()
+    torch.manual_seed(0)
+    with opened(directory, device) as offloader:
+        with forward(offloader):
+            loss = nn.functional.rrelu(x * -2, training=True).sum()
+        loss.backward()
     return [x.grad]
 
 
-Program = Callable[[Offloader | None, PretendedDevice], list[torch.Tensor]]
-STATES = {"activations": "keep", "optimizer_states": "offload"}
+def read_in_chunks(directory, device, *, is_late=False):
+    """The last copy of several stands for all, also where the worker that queues the first one loses the processor."""
+    copy_in, numbers, x = device.copy_in, itertools.count(), leaf(64 << 10)
+
+    def late(*args):
+        mark = copy_in(*args)
+        time.sleep(_DESCHEDULED_S if next(numbers) == 0 else 0)
+        return mark
+
+    if is_late:
+        device.copy_in = late
+    with opened(directory, device) as offloader:
+        if offloader is not None:
+            offloader._opened()._tiers.ssd._chunk_bytes = 64 << 10
+        with forward(offloader):
+            loss = (x * 2).exp().sum()
+        loss.backward()
+    return [x.grad]
 
 
-def run(program: Program, directory: Path, device: PretendedDevice, **policy: Any) -> list[torch.Tensor]:
-    with offloader(directory, device, **policy) as opened:
-        return program(opened, device)
+def read_twice(directory, device):
+    """A graph is kept: its second backward reads again."""
+    x = leaf()
+    with opened(directory, device) as offloader:
+        with forward(offloader):
+            y = x * 2
+            for _ in range(24):
+                y = y.sin()
+            loss = y.sum()
+            del y
+        loss.backward(retain_graph=True)
+        loss.backward()
+    return [x.grad]
 
 
-PROGRAMS: dict[str, tuple[Program, dict[str, Any]]] = {
-    "activations": (perceptron, {}),
-    "verified": (perceptron, {"verify": "full"}),
-    "states": (states, STATES),
-    "streams": (two_streams, {}),
-    "backwards": (two_backwards, {}),
+def dropped_and_found(directory, device):
+    """What was read ahead is dropped while its copy is queued, and found alive when it is wanted."""
+    x = leaf()
+    with opened(directory, device) as offloader:
+        with forward(offloader):
+            loss = (x * 2).exp().sum()
+        if offloader is None:
+            loss.backward()
+            return [x.grad]
+        cache = offloader._opened()
+        (record,) = (r for r in cache.by_storage.values() if r.state in AWAY)
+        with held_copies():
+            with cache.accounting.lock:
+                record.start_read(CPU, urgent=False)
+            wait_until(lambda: record.state is State.RELOADED)
+            with cache.accounting.lock:
+                record.drop_copy()
+            loss.backward()
+    return [x.grad]
+
+
+def read_for_nobody(directory, device):
+    """States are read ahead, and let go of unused."""
+    with tier_of("ssd", directory, device) as tier, ExitStack() as stack:
+        store = StateStore([tier], device=CPU, num_slots=2, copies=device)
+        stack.callback(store.close)
+        store.add([0])
+        put(store, 0, 1)
+        store.wait_for_writes()
+        with held_copies():
+            store.prefetch([0])
+            wait_until(lambda: bool(store.in_memory()) and store._homes[0].mark is not None)
+            store.evict([0])
+
+
+@contextmanager
+def tier_of(name, directory, device):
+    if name == "host":
+        yield (host := HostTier(8 << 20, device, pin=False, events=EventLog()))
+        host.close()
+        return
+    backend, staging = PosixBackend([directory], direct=False), StagingPool()
+    if name == "direct":  # as with GPUDirect Storage: the drive reads and writes memory of the device
+        backend = DriveOfDevice(backend, device)
+    mover = DeviceMover(backend, device) if name == "direct" else StagedMover(backend, staging, device)
+    yield (ssd := SsdTier(backend, mover, [directory], events=EventLog(), sampler=Sampler("off")))
+    for used in (ssd, staging, backend):
+        used.close()
+
+
+class Hasty(Owner):
+    """Drops and frees all that it has as soon as it is told, as a graph that dies meanwhile."""
+
+    tier: Tier
+
+    def write_ended(self, stored, error):
+        self.storage = None
+        super().write_ended(stored, error)
+
+    def read_ended(self, storage, mark, error):
+        assert error is None
+        self.tier.free(self.place)
+        super().read_ended(None, None, None)
+
+
+def through(name):
+    def there_and_back(directory, device):
+        with tier_of(name, directory, device) as tier:
+            for seed in range(3):
+                owner = Hasty(random_storage(256 << 10, seed))
+                owner.tier = tier
+                assert tier.write(owner, 256 << 10, device.mark(), label=f"storage {seed}")
+                owner.wait()
+                tier.read(owner, owner.place, CPU, urgent=False)
+                owner.wait()
+
+    return there_and_back
+
+
+SCENARIOS = {
+    "activations": perceptron,
+    "verified": lambda directory, device: perceptron(directory, device, verify="full"),
+    "states": states,
+    "streams": two_streams,
+    "backwards": two_backwards,
+    "parts": saved_in_parts,
+    "filled": filled_after_saving,
+    "chunks": read_in_chunks,
+    "turns": lambda directory, device: read_in_chunks(directory, device, is_late=True),
+    "twice": read_twice,
+    "dropped": dropped_and_found,
+    "unused": read_for_nobody,
+    **{name: through(name) for name in ("ssd", "host", "direct")},
 }
+WITHOUT_RESULT = ("unused", "ssd", "host", "direct")
 
 
-@pytest.mark.usefixtures("small_subgroups")
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_nothing_races(name: str, spill_dir: Path, device: PretendedDevice) -> None:
-    program, policy = PROGRAMS[name]
-    expected = program(None, device)
-    got = run(program, spill_dir, device, **policy)
-    device.close()
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nothing_races(name, spill_dir):
+    with pretended_device(lag_s=PATIENCE_S) as device:  # its streams get on only while somebody waits
+        expected = None if name in WITHOUT_RESULT else SCENARIOS[name](None, device)
+        got = SCENARIOS[name](spill_dir, device)
+        device.close()
     assert device.faults == []
-    assert device.num_copies > 0
+    assert device.num_copies > 0 or name == "direct"
     assert_identical(got, expected)
 
 
@@ -162,224 +332,220 @@ class Passed:
 
     stream = None
 
-    def __init__(self, mark: Any) -> None:
+    def __init__(self, mark):
         self.clock, self._mark = mark.clock, mark
 
     @property
-    def passed(self) -> bool:
+    def passed(self):
         return bool(self._mark.passed)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Not at all."""
 
-    def query(self) -> bool:
+    def query(self):
         return False
 
 
-Remove = Callable[[pytest.MonkeyPatch, PretendedDevice], None]
+def always(value):
+    return lambda *_: value
 
 
-def without_producers_mark(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
-    """A copy out begins whenever it likes."""
-    first = device.mark()
-    patch.setattr(TensorCache, "_mark", lambda self: first)
+def passed(make):
+    return lambda *args: Passed(make(*args))
 
 
-def without_states_mark(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
-    """A write of states begins before the update is over."""
-    first = device.mark()
-    patch.setattr(device, "mark", lambda: first)
+def old_mark(owner):
+    """Copies into memory begin while kernels of its former owner are queued."""
+
+    def remove(patch, device):
+        first, allocate = device.mark(), owner.allocate
+        patch.setattr(owner, "allocate", lambda *args: (allocate(*args)[0], first))
+
+    return remove
 
 
-def without_wait_for_copy_out(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
-    """A worker writes its buffer, and lets go of it and of the tensor, when the copy is only queued."""
-    copy_out = device.copy_out
-    patch.setattr(device, "copy_out", lambda *args: Passed(copy_out(*args)))
-
-
-def without_consumers_mark(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
-    """A copy in begins while kernels of the memory's former owner are queued."""
-    first, allocate = device.mark(), StagedMover.allocate
-    patch.setattr(StagedMover, "allocate", lambda *args: (allocate(*args)[0], first))
-
-
-def without_consumers_wait(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
-    """A kernel reads what has not been copied in yet."""
-    patch.setattr(device, "wait_on_current_stream", lambda mark: None)
-
-
-def without_hold_of_copy_in(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
-    """A worker lets go of its buffer when the copy is only queued."""
-    copy_in = device.copy_in
-    patch.setattr(device, "copy_in", lambda *args: Passed(copy_in(*args)))
-
-
-def without_protection(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
-    """Nobody is told which streams use memory."""
-    patch.setattr(device, "protect", lambda tensor: None)
-
-
-def without_protection_of_reloads(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
-    """Nobody is told which streams use what has come back."""
+def without_protection_of_reloads(patch, device):
     protect = device.protect
 
-    def of_saved(tensor: torch.Tensor) -> None:
+    def of_saved(tensor):
         if device._memory(tensor.untyped_storage()).written[0] != "in":
             protect(tensor)
 
     patch.setattr(device, "protect", of_saved)
 
 
-@dataclass(frozen=True)
-class Guard:
-    """What the package does, and what the device says without it."""
+def without_mark_of_last_copy(patch, device):
+    bring = jobs.Read._bring
 
-    remove: Remove
-    fault: str
-    program: str = "activations"
+    def first(read, *args):
+        before, settle = read._mark, bring(read, *args)
+        read._mark = before or read._mark
+        return settle
+
+    patch.setattr(jobs.Read, "_bring", first)
+
+
+def unordered(patch, device):
+    """The last one to tell of its copy need not be the last one to queue it."""
+    init = jobs.Read.__init__
+
+    def without(read, *args, **kwargs):
+        init(read, *args, **kwargs)
+        read._order = nullcontext()
+
+    patch.setattr(jobs.Read, "__init__", without)
+
+
+def without_mark_of_second_read(patch, device):
+    ended = SavedStorage.read_ended
+
+    def stale(record, storage, mark, error):
+        first = None if record.copy is None else record.copy.mark
+        ended(record, storage, mark if first is None else first, error)
+
+    patch.setattr(SavedStorage, "read_ended", stale)
+
+
+def without_mark_of_dropped(patch, device):
+    drop = SavedStorage.drop_copy
+
+    def and_forget(record):
+        drop(record)
+        if record.copy is not None:
+            record.copy.mark = None
+
+    patch.setattr(SavedStorage, "drop_copy", and_forget)
+
+
+def without_wait_for_unused(patch, device):
+    came_up = StateStore._came_up
+    patch.setattr(
+        StateStore, "_came_up", lambda store, read, got, mark, error: came_up(store, read, got, Passed(mark), error)
+    )
+
+
+def without_mark_of_slots(patch, device):
+    first, read = device.mark(), SsdTier.read
+    patch.setattr(SsdTier, "read", lambda *args, **options: read(*args, **options | {"after": first}))
+
+
+def without_hold_of_extents(patch, device):
+    def free(tier, stored):
+        if not stored.is_freed:
+            stored.is_freed = True
+            stored.readers.add(tier)
+            tier.free_parts(stored.parts)
+
+    patch.setattr(HostTier, "free", free)
+
+
+def without_wait_of_direct_reads(patch, device):
+    allocate = DeviceMover.allocate
+
+    def at_once(*args):
+        storage, mark = allocate(*args)
+        return storage, Passed(mark)
+
+    patch.setattr(DeviceMover, "allocate", at_once)
+
+
+def without(name):
+    """A worker lets go of what it has, when the copy is only queued."""
+    return lambda patch, device: patch.setattr(device, name, passed(getattr(device, name)))
+
+
+OUT, IN = without("copy_out"), without("copy_in")
+
+
+def no_wait(patch, device):
+    patch.setattr(device, "wait_on_current_stream", always(None))
 
 
 GUARDS = {
-    "copy-out waits for the producer": Guard(without_producers_mark, "out uses memory before main has written it"),
-    "write of states waits for the update": Guard(without_states_mark, "before main has written it", "states"),
-    "file waits for copy-out": Guard(without_wait_for_copy_out, "the file got a buffer while a copy uses"),
-    "checksum waits for copy-out": Guard(without_wait_for_copy_out, "a checksum was computed while", "verified"),
-    "staging is held until copy-out": Guard(without_wait_for_copy_out, "a staging buffer was given back while"),
-    "tensor is held until copy-out": Guard(without_wait_for_copy_out, "freed before its copy out had passed"),
-    "slot is held until copy-out": Guard(without_wait_for_copy_out, "a slot was given back while", "states"),
-    "copy-in waits for the allocation": Guard(without_consumers_mark, "in uses memory before main has written it"),
-    "consumer waits for copy-in": Guard(without_consumers_wait, "main uses memory before in has written it"),
-    "update waits for copy-in": Guard(without_consumers_wait, "main uses memory before in has written it", "states"),
-    "staging is held until copy-in": Guard(without_hold_of_copy_in, "a staging buffer was given back while"),
-    "users are recorded": Guard(without_protection, "memory could be lent again", "streams"),
-    "users of reloads are recorded": Guard(without_protection_of_reloads, "memory could be lent again", "backwards"),
+    "copy-out waits for the producer": (
+        "activations",
+        lambda patch, device: patch.setattr(TensorCache, "_mark", always(device.mark())),
+        "out uses memory before main has written it",
+    ),
+    "write of states waits for the update": (
+        "states",
+        lambda patch, device: patch.setattr(device, "mark", always(device.mark())),
+        "before main has written it",
+    ),
+    "file waits for copy-out": ("activations", OUT, "the file got a buffer while a copy uses"),
+    "checksum waits for copy-out": ("verified", OUT, "a checksum was computed while"),
+    "staging is held until copy-out": ("activations", OUT, "a staging buffer was given back while"),
+    "tensor is held until copy-out": ("activations", OUT, "freed before its copy out had passed"),
+    "slot is held until copy-out": ("states", OUT, "a slot was given back while"),
+    "copy-in waits for the allocation": (
+        "activations",
+        old_mark(StagedMover),
+        "in uses memory before main has written",
+    ),
+    "consumer waits for copy-in": ("activations", no_wait, "main uses memory before in has written it"),
+    "update waits for copy-in": ("states", no_wait, "main uses memory before in has written it"),
+    "staging is held until copy-in": ("activations", IN, "a staging buffer was given back while"),
+    "users are recorded": (
+        "streams",
+        lambda patch, device: patch.setattr(device, "protect", always(None)),
+        "memory could be lent again",
+    ),
+    "users of reloads are recorded": ("backwards", without_protection_of_reloads, "memory could be lent again"),
+    "a later part takes a new mark": (
+        "parts",
+        lambda patch, device: patch.setattr(SavedParts, "covers", always(True)),
+        "out uses memory before side has",
+    ),
+    "a mark is taken again when the operation is over": (
+        "filled",
+        lambda patch, device: patch.setattr(PretendedMark, "again", lambda mark: mark),
+        "out uses memory before main has",
+    ),
+    "the last mark stands for all": ("chunks", without_mark_of_last_copy, "main uses memory before in has"),
+    "copies are queued and told of in one order": ("turns", unordered, "main uses memory before in has"),
+    "a second read has a mark of its own": ("twice", without_mark_of_second_read, "main uses memory before in has"),
+    "a dropped copy keeps its mark": ("dropped", without_mark_of_dropped, "main uses memory before in has"),
+    "an unused slot waits for its read": ("unused", without_wait_for_unused, "a slot was given back while"),
+    "a slot's read waits for the allocation": ("unused", without_mark_of_slots, "in uses memory before main has"),
+    "ssd: tensor is held until copy-out": ("ssd", OUT, "freed before its copy out"),
+    "ssd: tensor is held until copy-in": ("ssd", IN, "freed before its copy in"),
+    "host: tensor is held until copy-out": ("host", OUT, "freed before its copy out"),
+    "host: tensor is held until copy-in": ("host", IN, "freed before its copy in"),
+    "host: memory is held until copy-in": ("host", IN, "host memory was given back while"),
+    "host: copy-in waits for the allocation": ("host", old_mark(ArenaMover), "in uses memory before main has"),
+    "host: extents are held": ("host", without_hold_of_extents, "host memory was given back while"),
+    "direct: a write waits for the producer": ("direct", without("mark"), "the drive uses memory before main"),
+    "direct: a read waits for the allocation": (
+        "direct",
+        without_wait_of_direct_reads,
+        "the drive uses memory before main",
+    ),
 }
 
 
-@pytest.mark.usefixtures("small_subgroups")
 @pytest.mark.parametrize("name", GUARDS)
-def test_a_guard_that_is_removed_is_missed(
-    name: str, spill_dir: Path, device: PretendedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guard = GUARDS[name]
-    program, policy = PROGRAMS[guard.program]
-    guard.remove(monkeypatch, device)
-    try:
-        run(program, spill_dir, device, **policy)
-    except StorageError:  # wrong checksums
-        assert guard.program in ("verified", "states")
-    device.close()
-    assert any(guard.fault in fault for fault in device.faults), set(device.faults)
+def test_a_guard_that_is_removed_is_missed(name, tmp_path, monkeypatch):
+    """In one of a few attempts: on a busy machine workers may come by in the one order that needs no guard."""
+    scenario, remove, fault = GUARDS[name]
+    faults = set()
+    for attempt in range(5):
+        directory = tmp_path / str(attempt)
+        directory.mkdir()
+        with pretended_device(lag_s=PATIENCE_S) as device, monkeypatch.context() as patch:
+            remove(patch, device)
+            with suppress(*(StorageError,) * (scenario in ("verified", "states"))):  # wrong checksums
+                SCENARIOS[scenario](directory, device)
+            device.close()
+        faults.update(device.faults)
+        if any(fault in text for text in faults):
+            return
+    pytest.fail(f"nobody has missed it; faults: {faults}")
 
 
-# -- guards of the tiers, whose owners let go at once ------------------------------------------------------------------
-
-
-class HastyOwner(Owner):
-    """Drops what it has got as soon as it has been told, as a graph that dies meanwhile."""
-
-    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
-        self.storage = None
-        super().write_ended(stored, error)
-
-    def read_ended(
-        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
-    ) -> None:
-        assert error is None
-        super().read_ended(None, None, None)
-
-
-@contextmanager
-def opened_tier(name: str, directory: Path, device: PretendedDevice) -> Iterator[Tier]:
-    if name == "host":
-        host = HostTier(8 << 20, device, pin=False, events=EventLog())
-        yield host
-        host.close()
-        return
-    backend = PosixBackend([directory], direct=False)
-    staging = StagingPool()
-    mover = StagedMover(backend, staging, device)
-    ssd = SsdTier(backend, mover, [directory], events=EventLog(), sampler=Sampler("off"))
-    yield ssd
-    ssd.close()
-    staging.close()
-    backend.close()
-
-
-def there_and_back(name: str, directory: Path, device: PretendedDevice) -> None:
-    with opened_tier(name, directory, device) as tier:
-        for seed in range(3):
-            owner = HastyOwner(random_storage(256 << 10, seed))
-            assert tier.write(owner, 256 << 10, device.mark(), label=f"storage {seed}")
-            owner.wait()
-            place = owner.place
-            tier.read(owner, place, torch.device("cpu"), urgent=False)
-            owner.wait()
-            tier.free(place)
-    device.close()
-
-
-@pytest.mark.parametrize("name", ["ssd", "host"])
-def test_no_tier_races_with_a_hasty_owner(name: str, tmp_path: Path, device: PretendedDevice) -> None:
-    there_and_back(name, tmp_path, device)
-    assert device.faults == []
-    assert device.num_copies == 6
-
-
-TIER_GUARDS = {
-    "ssd: tensor is held until copy-out": ("ssd", without_wait_for_copy_out, "freed before its copy out"),
-    "ssd: tensor is held until copy-in": ("ssd", without_hold_of_copy_in, "freed before its copy in"),
-    "host: tensor is held until copy-out": ("host", without_wait_for_copy_out, "freed before its copy out"),
-    "host: tensor is held until copy-in": ("host", without_hold_of_copy_in, "freed before its copy in"),
-    "host: memory is held until copy-in": ("host", without_hold_of_copy_in, "host memory was given back while"),
-}
-
-
-@pytest.mark.parametrize("name", TIER_GUARDS)
-def test_a_guard_of_a_tier_that_is_removed_is_missed(
-    name: str, tmp_path: Path, device: PretendedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier, remove, expected = TIER_GUARDS[name]
-    remove(monkeypatch, device)
-    there_and_back(tier, tmp_path, device)
-    assert any(expected in fault for fault in device.faults), set(device.faults)
-
-
-# -- the device itself -------------------------------------------------------------------------------------------------
-
-
-def test_a_host_that_touches_memory_of_the_device_is_seen(device: PretendedDevice) -> None:
-    x = torch.ones(4096) + 1
-    device.host_used(Region.of(x.untyped_storage()), what="a checksum was computed", is_write=False)
-    assert [fault.split(" (")[0] for fault in device.faults] == [
-        "a checksum was computed: this is memory of the device"
-    ]
-
-
-def test_streams_get_on_in_another_order_with_another_seed() -> None:
-    """Each does its own work in order, and nobody knows whose turn is next."""
-    orders = {order_of(seed) for seed in range(8)}
-    assert len(orders) > 1
-    for order in orders:
-        for stream in ("one", "two", "three"):
-            assert [number for name, number in order if name == stream] == list(range(4))
-
-
-def order_of(seed: int) -> tuple[tuple[str, int], ...]:
-    device = PretendedDevice(seed=seed, lag_s=PATIENCE_S)
-    marks = {}
-    for number in range(4):
-        for name in ("one", "two", "three"):
-            with device.stream(name):
-                marks[name, number] = device.mark()
-    order: list[tuple[str, int]] = []
-    found = {id(mark): name for name, mark in marks.items()}
-    passed = device._do
-
-    def note(item: Any) -> None:
-        order.append(found[id(item.mark)])
-        passed(item)
-
-    device._do = note  # type: ignore[method-assign]
-    device.close()
-    return tuple(order)
+def test_a_host_that_touches_memory_of_the_device_is_seen():
+    with pretended_device(lag_s=PATIENCE_S) as device:
+        x = torch.ones(4096) + 1
+        device.host_used(Region.of(x.untyped_storage()), what="a checksum was computed", is_write=False)
+        assert [fault.split(" (")[0] for fault in device.faults] == [
+            "a checksum was computed: this is memory of the device"
+        ]

@@ -1,36 +1,29 @@
 """The current device of every thread, with two devices that are not there."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.tiers.streams import CopyEngine
 from tests.parity import models
 from tests.support.helpers import Session, Training, assert_identical, outcome
-from tests.support.pretended_cuda import PretendedCuda, pretended_cuda
+from tests.support.pretended_cuda import pretended_cuda
 
 TRAINING = Training(models.Perceptrons, lambda step: {"x": models.floats(step, 16, 40)}, models.mean_square)
 
 
 @pytest.fixture
-def cuda() -> Iterator[PretendedCuda]:
+def cuda():
     with pretended_cuda() as made:
         yield made
 
 
-def copies_on(device: torch.device) -> CopyEngine:
-    """Those that an offloader makes for itself on a device like this."""
+def copies_on(device):
     return Offloader()._environment(device, None).copies
 
 
-def train_on(index: int, directory: Path, cuda: PretendedCuda) -> None:
-    """Device ``index`` is current where the user trains, and nowhere else."""
+def train_on(index, directory, cuda):
     device = torch.device("cuda", index)
     expected = outcome(TRAINING, Session())
     with cuda.entered(device):
@@ -45,16 +38,14 @@ def train_on(index: int, directory: Path, cuda: PretendedCuda) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_workers_use_the_device_that_is_trained_on(index: int, spill_dir: Path, cuda: PretendedCuda) -> None:
+def test_workers_use_the_device_that_is_trained_on(index, spill_dir, cuda):
     train_on(index, spill_dir, cuda)
     assert cuda.faults == []
     assert len(cuda.threads) > 1, "no worker has used the device"
     assert all(devices == {index} for devices in cuda.threads.values()), cuda.threads
 
 
-def test_a_worker_that_stays_on_its_own_device_is_seen(
-    spill_dir: Path, cuda: PretendedCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_stays_on_its_own_device_is_seen(spill_dir, cuda, monkeypatch):
     """On the first device nobody would notice; on the second one a context is set up where another process trains."""
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     train_on(1, spill_dir, cuda)

@@ -1,7 +1,5 @@
 """What other users of the machine can see, and what they can put in our way. SECURITY.md says what is promised."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil
@@ -9,7 +7,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from lightning_ssd._environment import rank_directory
 from lightning_ssd.errors import StorageError
 from lightning_ssd.storage import spill_file as arena_module
 from lightning_ssd.storage.directories import HeldDirectory
-from lightning_ssd.storage.spill_file import Arena
 from lightning_ssd.strategies import checkpoint_io as checkpoint_module
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from tests.support.patience import PATIENCE_S
@@ -35,7 +32,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to play an
 
 
 @pytest.fixture
-def world() -> Iterator[Path]:
+def world():
     """A directory that everybody may write to, as /tmp is, reached through directories that everybody may enter."""
     directory = Path(tempfile.mkdtemp())
     directory.chmod(0o1777)
@@ -43,20 +40,19 @@ def world() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def open_offloader(directory: Path) -> Offloader:
+def open_offloader(directory):
     """As the strategy opens one, with a name that anybody can foresee."""
     policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
     hardware = HardwareProfile(paths=directory, allow_unsuitable_paths=True)
     return Offloader(policy=policy, hardware=hardware, subdirectory=rank_directory(0)).open()
 
 
-def arena_of(offloader: Offloader) -> Arena:
+def arena_of(offloader):
     tier = offloader._parts.tiers.ssd
-    assert tier is not None
     return tier._arenas[0]
 
 
-def mode_of(path: Path | int) -> int:
+def mode_of(path):
     return stat.S_IMODE(os.stat(path).st_mode)
 
 
@@ -64,19 +60,17 @@ def mode_of(path: Path | int) -> int:
 
 
 @pytest.mark.parametrize("has_tmpfile", [True, False])
-def test_directories_and_files_are_private_whatever_the_umask(
-    has_tmpfile: bool, world: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_and_files_are_private_whatever_the_umask(has_tmpfile, world, monkeypatch):
     if not has_tmpfile:
         monkeypatch.setattr(arena_module, "_O_TMPFILE", 0)
-    names: list[str] = []
+    names = []
     open_file = os.open
 
-    def recording(path: object, flags: int, *args: object, **kwargs: object) -> int:
+    def recording(path, flags, *args, **kwargs):
         if flags & os.O_CREAT:
             assert flags & os.O_EXCL
             names.append(str(path))
-        return open_file(path, flags, *args, **kwargs)  # type: ignore[arg-type]
+        return open_file(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(arena_module.os, "open", recording)
     before = os.umask(0)
@@ -111,7 +105,7 @@ for path in sys.argv[1:]:
 
 
 @needs_root
-def test_another_user_sees_nothing(world: Path) -> None:
+def test_another_user_sees_nothing(world):
     offloader = open_offloader(world)
     try:
         leaf = torch.rand(50_000, requires_grad=True)
@@ -136,7 +130,7 @@ def test_another_user_sees_nothing(world: Path) -> None:
 
 
 @contextmanager
-def as_another_user() -> Iterator[None]:
+def as_another_user():
     os.seteuid(STRANGER)
     try:
         yield
@@ -145,7 +139,7 @@ def as_another_user() -> Iterator[None]:
 
 
 @needs_root
-def test_two_users_train_in_one_directory(world: Path) -> None:
+def test_two_users_train_in_one_directory(world):
     """Each with a rank 0, at the same time; and what a killed run of one of them has left is not in the other's way."""
     (world / RANK).mkdir(mode=0o700)
     with open_offloader(world) as mine, as_another_user(), open_offloader(world) as other:
@@ -154,7 +148,6 @@ def test_two_users_train_in_one_directory(world: Path) -> None:
             with offloader.saved_tensors():
                 loss = leaf.exp().sum()
             loss.backward()
-            assert leaf.grad is not None
             assert torch.equal(leaf.grad, leaf.detach().exp())
         assert sorted(os.listdir(world)) == sorted([rank_directory(0), RANK])
         assert (world / rank_directory(0)).stat().st_uid == STRANGER
@@ -165,35 +158,35 @@ def test_two_users_train_in_one_directory(world: Path) -> None:
 # -- what others put in our way ------------------------------------------------------------------------------------
 
 
-def put_link(path: Path, elsewhere: Path) -> None:
+def put_link(path, elsewhere):
     elsewhere.mkdir()
     path.symlink_to(elsewhere)
 
 
-def put_dangling_link(path: Path, elsewhere: Path) -> None:
+def put_dangling_link(path, elsewhere):
     path.symlink_to(elsewhere)
 
 
-def put_file(path: Path, elsewhere: Path) -> None:
+def put_file(path, elsewhere):
     path.write_text("mine")
 
 
-def put_pipe(path: Path, elsewhere: Path) -> None:
+def put_pipe(path, elsewhere):
     os.mkfifo(path)
 
 
-def put_hard_link(path: Path, elsewhere: Path) -> None:
+def put_hard_link(path, elsewhere):
     elsewhere.write_text("mine")
     path.hardlink_to(elsewhere)
 
 
-def put_directory(path: Path, elsewhere: Path) -> None:
+def put_directory(path, elsewhere):
     path.mkdir()
     path.chmod(0o777)
     os.chown(path, STRANGER, STRANGER)
 
 
-def put_private_directory(path: Path, elsewhere: Path) -> None:
+def put_private_directory(path, elsewhere):
     path.mkdir(mode=0o700)
     os.chown(path, STRANGER, STRANGER)
 
@@ -207,7 +200,7 @@ PLANTED = [
 
 @pytest.mark.parametrize("name", [RANK, f"{RANK}/{PRIVATE}"])
 @pytest.mark.parametrize("put", PLANTED)
-def test_what_others_put_at_our_names_is_refused(put: Put, name: str, world: Path, tmp_path: Path) -> None:
+def test_what_others_put_at_our_names_is_refused(put, name, world, tmp_path):
     path, elsewhere = world / name, tmp_path / "elsewhere"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     put(path, elsewhere)
@@ -222,14 +215,14 @@ def test_what_others_put_at_our_names_is_refused(put: Put, name: str, world: Pat
     assert content is None or elsewhere.read_bytes() == content
 
 
-def test_a_directory_of_ours_that_is_open_to_others_is_closed_to_them(world: Path) -> None:
+def test_a_directory_of_ours_that_is_open_to_others_is_closed_to_them(world):
     (world / RANK).mkdir()
     (world / RANK).chmod(0o777)
     HeldDirectory(world / RANK)
     assert mode_of(world / RANK) == 0o700
 
 
-def test_parents_are_made_as_the_user_is_wont(world: Path) -> None:
+def test_parents_are_made_as_the_user_is_wont(world):
     """Directories that the user names are not ours: those that are missing get the modes of the umask."""
     before = os.umask(0o022)
     try:
@@ -239,15 +232,15 @@ def test_parents_are_made_as_the_user_is_wont(world: Path) -> None:
     assert [mode_of(world / part) for part in ("data", "data/run", f"data/run/{RANK}")] == [0o755, 0o755, 0o700]
 
 
-def test_a_checkpoint_changes_the_mode_of_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_changes_the_mode_of_no_other_file(tmp_path, monkeypatch):
     """Who may write to the directory can put a link where the unfinished file was."""
     victim = tmp_path / "key"
     victim.write_text("secret")
     victim.chmod(0o600)
     save = torch.save
 
-    def swapping(checkpoint: object, stream: object) -> None:
-        save(checkpoint, stream)  # type: ignore[arg-type]
+    def swapping(checkpoint, stream):
+        save(checkpoint, stream)
         (unfinished,) = (tmp_path / "checkpoints").iterdir()
         assert mode_of(unfinished) == 0o600, "readable before it is complete"
         unfinished.unlink()
@@ -265,7 +258,7 @@ ROOT = Path(lightning_ssd.__file__).parent.parent
 UNPICKLERS = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 
-def dangers(source: str) -> list[str]:
+def dangers(source):
     """Ways of running what a file says, and names that others can foresee."""
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -286,7 +279,7 @@ OWN_PIPES = "lightning_ssd/scheduling/planner_process.py"
 """Unpickles what comes out of a pipe that only it and the process that it has started hold."""
 
 
-def test_nothing_that_was_read_is_run() -> None:
+def test_nothing_that_was_read_is_run():
     folders = ("lightning_ssd", "recipes", "tests/faults", "tests/compat")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert len(sources) > 50
@@ -294,7 +287,7 @@ def test_nothing_that_was_read_is_run() -> None:
     assert {path: dangers for path, dangers in found.items() if dangers} == {OWN_PIPES: ["pickle"]}
 
 
-def test_the_search_for_dangers_can_fail() -> None:
+def test_the_search_for_dangers_can_fail():
     for source in (
         "def f():\n    from pickle import loads",
         "torch.load(path, weights_only=False)",
@@ -304,7 +297,7 @@ def test_the_search_for_dangers_can_fail() -> None:
         assert len(dangers(source)) == 1
 
 
-def test_a_name_cannot_command_the_terminal(world: Path) -> None:
+def test_a_name_cannot_command_the_terminal(world):
     """The description goes to the log, to the verdict and to loggers' dashboards."""
     directory = world / "drive\x1b[2J\n\u202e<b>"
     offloader = open_offloader(directory)
