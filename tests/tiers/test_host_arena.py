@@ -1,10 +1,7 @@
 """Bounded host memory in extents: room, growth, slabs, locking."""
 
-from __future__ import annotations
-
 import ctypes
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -23,23 +20,23 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def arena() -> Iterator[HostArena]:
+def arena():
     arena = HostArena(32 * MIB, pin=False, growth_bytes=2 * MIB)
     yield arena
     arena.close()
 
 
-def address(arena: HostArena, extent: Extent) -> int:
+def address(arena, extent):
     return next(arena.pieces(extent, extent.nbytes, extent.nbytes))[1]
 
 
-def must(extent: Extent | None) -> Extent:
+def must(extent):
     assert extent is not None
     return extent
 
 
 class TestRoom:
-    def test_grows_only_as_needed(self, arena: HostArena) -> None:
+    def test_grows_only_as_needed(self, arena):
         assert arena.size_bytes == 0
         first = must(arena.allocate(MIB))
         assert arena.size_bytes == 2 * MIB
@@ -49,7 +46,7 @@ class TestRoom:
         assert must(arena.allocate(MIB)).offset == first.offset, "the lowest place is used again"
         assert arena.size_bytes == 10 * MIB
 
-    def test_several_have_no_more_than_their_budget_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_several_have_no_more_than_their_budget_together(self, monkeypatch):
         host_budget = HostMemoryBudget(32 * MIB)
         one, other = (HostArena(host_budget, pin=False, growth_bytes=2 * MIB) for _ in range(2))
         assert one.capacity_bytes == other.capacity_bytes == 32 * MIB
@@ -70,9 +67,7 @@ class TestRoom:
         other.close()
         assert host_budget.left_bytes == 32 * MIB
 
-    def test_the_system_may_refuse(
-        self, arena: HostArena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_the_system_may_refuse(self, arena, monkeypatch, caplog):
         first = must(arena.allocate(MIB))
         monkeypatch.setattr(MappedBlock, "make_usable", lambda *_: False)
         for _ in range(3):
@@ -84,11 +79,11 @@ class TestRoom:
         ]
         arena.free(first)
 
-    def test_no_addresses_is_said_so(self) -> None:
+    def test_no_addresses_is_said_so(self):
         with pytest.raises(MemoryError, match=r"lower HardwareProfile\.host_memory"):
             HostArena(1 << 60, pin=False)
 
-    def test_extents_never_overlap(self, arena: HostArena) -> None:
+    def test_extents_never_overlap(self, arena):
         choose, lent = random.Random(0), list[tuple[Extent, int]]()
         for turn in range(400):
             extent = arena.allocate(choose.randrange(1, 4 * MIB))
@@ -105,7 +100,7 @@ class TestRoom:
                 extent = old
         assert arena.used_bytes == sum(extent.nbytes for extent, _ in lent)
 
-    def test_close(self, arena: HostArena) -> None:
+    def test_close(self, arena):
         extent = must(arena.allocate(16 * MIB))
         before = resident_bytes()
         ctypes.memset(address(arena, extent), 1, 2 * MIB)
@@ -118,15 +113,15 @@ class TestRoom:
 
 
 class TestLocking:
-    def pinning(self, monkeypatch: pytest.MonkeyPatch, *codes: int) -> list[tuple[str, int, int]]:
-        calls: list[tuple[str, int, int]] = []
+    def pinning(self, monkeypatch, *codes):
+        calls = []
         answers = iter(codes)
 
-        def register(address: int, nbytes: int, flags: int) -> int:
+        def register(address, nbytes, flags):
             calls.append(("lock", address, nbytes))
             return next(answers, 0)
 
-        def unregister(address: int) -> int:
+        def unregister(address):
             calls.append(("unlock", address, 0))
             return 0
 
@@ -134,7 +129,7 @@ class TestLocking:
         monkeypatch.setattr(mmap.torch.cuda, "cudart", lambda: cudart)
         return calls
 
-    def test_each_slab_once_when_it_is_wanted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_each_slab_once_when_it_is_wanted(self, monkeypatch):
         calls = self.pinning(monkeypatch)
         arena = HostArena(64 * MIB, pin=True, growth_bytes=4 * MIB)
         low, high = must(arena.allocate(3 * MIB)), must(arena.allocate(20 * MIB))
@@ -150,9 +145,7 @@ class TestLocking:
         arena.close()
         assert calls[2:] == [("unlock", base, 0), ("unlock", base + 4 * MIB, 0)]
 
-    def test_goes_on_unlocked_with_one_warning(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_goes_on_unlocked_with_one_warning(self, monkeypatch, caplog):
         calls = self.pinning(monkeypatch, 0, 2)
         arena = HostArena(64 * MIB, pin=True, growth_bytes=2 * MIB)
         for _ in range(4):

@@ -1,10 +1,5 @@
 """What is brought up ahead takes a share of what is free, and when memory runs out, all that can be given back is."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,30 +14,30 @@ from tests.activations.test_saved_storage import LEASES, record_of
 NBYTES = 256 * 1024
 
 
-def offloader(directory: Path) -> Offloader:
+def offloader(directory):
     hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
     return Offloader(policy=OffloadPolicy(activations="offload", min_tensor_bytes=0), hardware=hardware)
 
 
-def loss_of(x: torch.Tensor) -> torch.Tensor:
+def loss_of(x):
     y = x * 1
     for _ in range(32):
         y = y.sin()
     return y.sum()
 
 
-def leaf() -> torch.Tensor:
+def leaf():
     return torch.rand(NBYTES // 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-def expected() -> torch.Tensor:
+def expected():
     x = leaf()
     loss_of(x).backward()
     assert x.grad is not None
     return x.grad
 
 
-def assert_trains_exactly(directory: Path) -> None:
+def assert_trains_exactly(directory):
     """All is written before backward begins."""
     x = leaf()
     with offloader(directory) as opened:
@@ -51,19 +46,16 @@ def assert_trains_exactly(directory: Path) -> None:
         opened.flush()
         loss.backward()
         opened.end_backward()
-    assert x.grad is not None
     assert torch.equal(x.grad, expected())
 
 
 @pytest.mark.parametrize(("available", "most"), [(16 * NBYTES, 4 * NBYTES), (8 * NBYTES, 2 * NBYTES), (None, None)])
-def test_looking_ahead_takes_a_quarter_of_what_is_free(
-    available: int | None, most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looking_ahead_takes_a_quarter_of_what_is_free(available, most, tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: available)
-    seen: list[int] = []
+    seen = []
     hold = SavedStorage.hold_ahead
 
-    def counted(record: SavedStorage) -> None:
+    def counted(record):
         hold(record)
         seen.append(record.accounting.ahead_bytes)
 
@@ -79,49 +71,49 @@ class LateMark:
 
     stream = None
 
-    def __init__(self, held: list[Any]) -> None:
+    def __init__(self, held):
         self._held = held
 
-    def query(self) -> bool:
+    def query(self):
         return not self._held
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self._held.clear()
 
 
 class OnePass:
-    def __init__(self, record: SavedStorage) -> None:
+    def __init__(self, record):
         self.records = [record]
 
-    def step_back(self, record: SavedStorage) -> None:
+    def step_back(self, record):
         """Nobody looks ahead here."""
 
 
-def test_what_is_given_up_has_gone_before_memory_is_asked_for_again() -> None:
+def test_what_is_given_up_has_gone_before_memory_is_asked_for_again():
     record = record_of(torch.arange(16.0))
     LEASES.clear()  # as if it had been written
     reloaded = [torch.arange(16.0).untyped_storage()]
-    copy = record.copy = TierCopy(object())  # type: ignore[arg-type]
+    copy = record.copy = TierCopy(object())
     record.storage, record.state = reloaded[0], State.RELOADED
     record.key = type(record.key)(reloaded[0])
-    copy.mark = LateMark(reloaded)  # type: ignore[assignment]
+    copy.mark = LateMark(reloaded)
     record.hold_ahead()
-    passes: Any = [OnePass(record)]
+    passes = [OnePass(record)]
     has_dropped, reads = Prefetcher(record.accounting, passes, PrefetchBudget(), torch.device("cpu")).give_up()
     assert (has_dropped, reads) == (True, [])
     assert not record.key.alive()
 
 
-def test_the_last_that_is_tried_is_pytorchs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_that_is_tried_is_pytorchs_cache(tmp_path, monkeypatch):
     class Accelerator:
         is_empty = False
 
-        def empty_cache(self) -> None:
+        def empty_cache(self):
             self.is_empty = True
 
     accelerator, start = Accelerator(), SavedStorage.start_read
 
-    def full(record: SavedStorage, device: torch.device, *, urgent: bool) -> None:
+    def full(record, device, *, urgent):
         if not accelerator.is_empty:
             raise torch.OutOfMemoryError("injected")
         start(record, device, urgent=urgent)

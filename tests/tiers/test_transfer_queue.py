@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import pytest
 
 from lightning_ssd.errors import OffloaderClosedError, StorageError
-from lightning_ssd.telemetry.events import EventLog, TransferEvent
+from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.read_priority import UrgentGate
 from lightning_ssd.tiers.transfer_queue import Chunk, Transfer, TransferQueue
 from tests.support.helpers import within
@@ -78,7 +78,6 @@ def test_runs_all_chunks_and_reports_once(single: TransferQueue, events: EventLo
     assert sorted(done) == [0, 1, 2, 3, 4]
     assert move.calls == ["begin", "finish"]
     (event,) = events.drain()
-    assert isinstance(event, TransferEvent)
     assert (event.direction, event.nbytes, event.failed) == ("read", 7, False)
     assert event.queued_s <= event.start_s <= event.end_s
 
@@ -98,7 +97,6 @@ def test_failures_reach_the_one_who_waits(single: TransferQueue, events: EventLo
     assert move.result is move.error
     assert skipped == []
     (event,) = events.drain()
-    assert isinstance(event, TransferEvent)
     assert event.failed
     after = Move(lambda: None)  # the worker lives on
     single.submit(after)
@@ -175,7 +173,6 @@ def test_waiting_is_not_busy(events: EventLog, worker_clock: list[float]) -> Non
     queue.wait_idle()
     assert [*busy_s, queue.progress()[1]] == [1, 2, 2]
     (event,) = events.drain()
-    assert isinstance(event, TransferEvent)
     assert event.tier == "host"
     assert event.end_s - event.start_s == 1 + 50, "only the first wait is not part of it"
     queue.close()
@@ -218,7 +215,6 @@ def test_a_move_that_outlasts_its_end(single: TransferQueue, events: EventLog, l
     with nullcontext() if late_error is None else pytest.raises(OSError, match="too late"):
         single.wait_idle()
     (event,) = events.drain()
-    assert isinstance(event, TransferEvent)
     assert event.failed == (late_error is not None)
     assert single.progress()[1] >= 0.03
 
