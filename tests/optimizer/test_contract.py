@@ -1,46 +1,41 @@
 """Optimizers that are not PyTorch's own: refused unless declared, and declared ones checked once on small copies."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import random
 import threading
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
+from lightning_ssd import OffloadPolicy
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.optimizer.step.contract import is_elementwise, is_known
 from tests.support.declared_optimizers import MANY, Momentum, kind
-from tests.support.optimizer_pairs import Pair, offloaded_pair, opened, wrapped
+from tests.support.optimizer_pairs import Pair, adamw, offloaded_pair, opened, wrapped
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 
-def _count(optimizer: Any) -> None:
+def _count(optimizer):
     optimizer.t += 1
 
 
-def _count_in_options(optimizer: Any) -> None:
+def _count_in_options(optimizer):
     for group in optimizer.param_groups:
         group["count"] += 1
 
 
-def _count_in_state(optimizer: Any) -> None:
-    """As MADGRAD does."""
+def _count_in_state(optimizer):
     if "k" not in optimizer.state:
         optimizer.state["k"] = torch.tensor([0])
     optimizer.state["k"] += 1
 
 
-EXACT: dict[str, type[Momentum]] = {
+EXACT = {
     "counts": kind("Counts", begin=_count, change=lambda self, p, u: u / (1 - 0.9**self.t)),
     "counts in options": kind(
         "InOptions", begin=_count_in_options, change=lambda self, p, u: u / self.param_groups[0]["count"]
@@ -59,29 +54,29 @@ EXACT: dict[str, type[Momentum]] = {
     ),
 }
 """They keep the promise."""
-SOMETIMES: tuple[list[int] | None, ...] = (None, [0, 2, 6], None, [1], [], None)
+SOMETIMES = (None, [0, 2, 6], None, [1], [], None)
 
 
-def in_two(make: Callable[[Any], Optimizer]) -> Callable[[Any], Optimizer]:
+def in_two(make):
     return lambda made: make([{"params": made[:-1]}, {"params": made[-1:]}])
 
 
-def step_with_closure(optimizer: Optimizer, parameters: list[nn.Parameter], number: int) -> None:
-    def closure() -> float:
+def step_with_closure(optimizer, parameters, number):
+    def closure():
         for p in parameters:
             p.grad = None
         loss = torch.stack([(p.sin() * (number + 1)).sum() for p in parameters]).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.item()
 
     optimizer.step(closure)
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_a_declared_one_that_keeps_the_promise_is_exact(name: str, spill_dir: Path) -> None:
+def test_a_declared_one_that_keeps_the_promise_is_exact(name, spill_dir):
     pair = Pair(in_two(EXACT[name]), MANY)
     for parameters in (pair.mine, pair.plain):
-        parameters[2].mark = 3  # type: ignore[attr-defined]
+        parameters[2].mark = 3
     with wrapped(pair.inner, spill_dir) as optimizer:
         for number, active in enumerate(SOMETIMES):
             pair.step(optimizer, active)
@@ -94,42 +89,41 @@ def test_a_declared_one_that_keeps_the_promise_is_exact(name: str, spill_dir: Pa
         pair.twin.load_state_dict(saved)
         pair.step(optimizer)
         pair.check(optimizer)
-        assert pair.inner.t == pair.twin.t  # type: ignore[attr-defined]
+        assert pair.inner.t == pair.twin.t
         assert optimizer.stats.num_subgroups > 5, "one call would be a plain step"
 
 
 # -- programs that break the promise -----------------------------------------------------------------------------------
 
 
-def _norm(optimizer: Any) -> Any:
+def _norm(optimizer):
     found = [p.grad for p in optimizer.own if p.grad is not None]
     return torch.stack([gradient.norm() for gradient in found]).norm() if found else torch.ones(())
 
 
-def _count_each(self: Any, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+def _count_each(self, p, update):
     self.t += 1
     return update / self.t
 
 
-def _look_ahead(self: Any) -> None:
+def _look_ahead(self):
     """Nesterov as it is written down: the gradient is that of where momentum leads to."""
     for p in self.own:
         if p.grad is not None and "m" in self.state[p]:
             p.sub_(self.state[p]["m"], alpha=0.05)
 
 
-def _note_norm(self: Any, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Used in later steps alone."""
+def _note_norm(self, p, update):
     self.state[p]["total"] = float(_norm(self))
     return update
 
 
-def _coast(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:
+def _coast(self, p, group):
     if "m" in self.state[p]:
         p.sub_(self.state[p]["m"].mul_(0.9), alpha=group["lr"])
 
 
-HOSTILE: dict[str, tuple[type[Momentum], str]] = {
+HOSTILE = {
     "a norm": (kind("Clips", scale=_norm), "a (parameter|state) differed after a step with usual"),
     "a norm of large gradients": (
         kind("ClipsLarge", scale=lambda self: (_norm(self) / 1000).clamp(min=1)),
@@ -167,7 +161,7 @@ HOSTILE: dict[str, tuple[type[Momentum], str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_breaks_the_promise_is_refused_declared_or_not(name: str, spill_dir: Path) -> None:
+def test_what_breaks_the_promise_is_refused_declared_or_not(name, spill_dir):
     made, text = HOSTILE[name]
     pair = Pair(made, MANY)
     if name == "a rate of zero":
@@ -187,17 +181,14 @@ def test_what_breaks_the_promise_is_refused_declared_or_not(name: str, spill_dir
     assert torch.equal(torch.get_rng_state(), before)
     assert (random.getstate(), np.random.get_state()[2]) == states
     assert own.keys() == vars(pair.inner).keys()
-    assert (pair.inner.t, pair.inner.notes, pair.inner.beta) == (own["t"], own["notes"], own["beta"])  # type: ignore[attr-defined]
+    assert (pair.inner.t, pair.inner.notes, pair.inner.beta) == (own["t"], own["notes"], own["beta"])
     assert not pair.inner.state
 
 
-BEFORE_CLOSURE: dict[str, tuple[type[Momentum], str]] = {
+BEFORE_CLOSURE = {
     "a look ahead": (kind("LooksAhead", before=_look_ahead), "a (parameter|state) differed after a step with"),
     "evaluated twice": (
-        kind(
-            "Twice",
-            step=lambda self, closure=None: (Momentum.step(self, closure), closure and closure())[0],
-        ),
+        kind("Twice", step=lambda self, closure=None: (Momentum.step(self, closure), closure and closure())[0]),
         "evaluates its closure 2 times",
     ),
     "not evaluated": (kind("Ignores", step=lambda self, closure=None: Momentum.step(self)), "did not evaluate the"),
@@ -206,7 +197,7 @@ BEFORE_CLOSURE: dict[str, tuple[type[Momentum], str]] = {
 
 
 @pytest.mark.parametrize("name", BEFORE_CLOSURE)
-def test_what_goes_wrong_with_closures_alone_is_refused_there(name: str, spill_dir: Path) -> None:
+def test_what_goes_wrong_with_closures_alone_is_refused_there(name, spill_dir):
     made, text = BEFORE_CLOSURE[name]
     with offloaded_pair(made, spill_dir, MANY, steps=2) as (pair, optimizer):
         pair.check(optimizer)
@@ -226,25 +217,23 @@ def test_what_goes_wrong_with_closures_alone_is_refused_there(name: str, spill_d
         (lambda made, ps: made(ps), ((0, 3), (0, 3), (128, 150), (128, 150))),
     ],
 )
-def test_a_norm_is_seen_however_parameters_are_grouped(make: Any, shapes: Any, spill_dir: Path) -> None:
+def test_a_norm_is_seen_however_parameters_are_grouped(make, shapes, spill_dir):
     pair = Pair(lambda ps: make(HOSTILE["a norm"][0], ps), shapes)
     with pytest.raises(ConfigError, match="names Clips"), wrapped(pair.inner, spill_dir):
         pass
 
 
 class Later(Momentum):
-    """Behaves as it should for longer than it is tried."""
-
-    def begin(self) -> None:
+    def begin(self):
         self.t += 1
         if self.t >= 9:
             self.late()
 
-    def late(self) -> None:
+    def late(self):
         """What it does then."""
 
 
-def _norm_later(optimizer: Any) -> None:
+def _norm_later(optimizer):
     optimizer.norm = float(_norm(optimizer))
 
 
@@ -258,7 +247,7 @@ def _norm_later(optimizer: Any) -> None:
         (lambda self: [self.state[p].update(n=self.state[p]["m"]) for p in self.own], "states share memory"),
     ],
 )
-def test_a_promise_that_is_seen_broken_later_ends_the_step(late: Any, text: str, spill_dir: Path) -> None:
+def test_a_promise_that_is_seen_broken_later_ends_the_step(late, text, spill_dir):
     pair = Pair(kind("Late", Later, late=late), MANY)
     pair_of[:] = [pair]
     with wrapped(pair.inner, spill_dir) as optimizer:
@@ -271,23 +260,23 @@ def test_a_promise_that_is_seen_broken_later_ends_the_step(late: Any, text: str,
             optimizer.step()
 
 
-pair_of: list[Pair] = []
+pair_of = []
 
 
 # -- what cannot be tried ----------------------------------------------------------------------------------------------
 
 
-def _refuse_small(optimizer: Any) -> Any:
+def _refuse_small(optimizer):
     if any(p.numel() == 25 for p in optimizer.own):
         raise ValueError("too small")
     return 1.0
 
 
-def _holding(name: str, make: Callable[[], Any]) -> type[Momentum]:
+def _holding(name, make):
     return kind(name, prepare=lambda self: setattr(self, "held", make()))
 
 
-UNTRIED: dict[str, tuple[type[Momentum], str]] = {
+UNTRIED = {
     "a lock": (_holding("Locked", threading.Lock), "cannot pickle"),
     "an error": (kind("Small", scale=_refuse_small), "ValueError: too small"),
     "a model": (_holding("Looks", lambda: nn.Linear(2, 2)), "a module in its attribute 'held'"),
@@ -299,7 +288,7 @@ UNTRIED: dict[str, tuple[type[Momentum], str]] = {
 
 
 @pytest.mark.parametrize("name", UNTRIED)
-def test_the_user_s_word_is_taken_for_what_cannot_be_tried(name: str, spill_dir: Path, caplog: Any) -> None:
+def test_the_user_s_word_is_taken_for_what_cannot_be_tried(name, spill_dir, caplog):
     made, text = UNTRIED[name]
     pair = Pair(made, MANY[:-1])
     with caplog.at_level(logging.INFO, "lightning_ssd"), wrapped(pair.inner, spill_dir) as optimizer:
@@ -313,7 +302,7 @@ def test_the_user_s_word_is_taken_for_what_cannot_be_tried(name: str, spill_dir:
 
 
 @pytest.mark.parametrize("edit", [lambda p: p.add_(1), lambda p: p.detach().mul_(2), lambda p: p.grad.zero_()])
-def test_a_rehearsal_does_not_reach_the_model(edit: Any, spill_dir: Path) -> None:
+def test_a_rehearsal_does_not_reach_the_model(edit, spill_dir):
     pair = Pair(lambda parameters: kind("Closed", begin=lambda self: edit(parameters[0]))(parameters), MANY)
     pair.set_gradients()
     before = [p.grad.clone() for p in pair.mine if p.grad is not None]
@@ -321,11 +310,11 @@ def test_a_rehearsal_does_not_reach_the_model(edit: Any, spill_dir: Path) -> Non
     with pytest.raises(ConfigError, match=text), wrapped(pair.inner, spill_dir):
         pass
     pair.check()
-    assert all(map(torch.equal, before, [p.grad for p in pair.mine]))  # type: ignore[arg-type]
+    assert all(map(torch.equal, before, [p.grad for p in pair.mine]))
 
 
-def test_a_rehearsal_warns_of_nothing(spill_dir: Path, caplog: Any) -> None:
-    def scale(self: Any) -> float:
+def test_a_rehearsal_warns_of_nothing(spill_dir, caplog):
+    def scale(self):
         if float(_norm(self)) > 1000:
             warnings.warn("a large gradient", stacklevel=2)
         return 1.0
@@ -337,3 +326,242 @@ def test_a_rehearsal_warns_of_nothing(spill_dir: Path, caplog: Any) -> None:
             pair.train(optimizer, 3)
             pair.check(optimizer)
     assert "cannot be tried" not in caplog.text
+
+
+class Named(torch.optim.AdamW):
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none=True)
+
+
+class Stepping(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Initial(torch.optim.AdamW):
+    def _init_group(self, *args, **kwargs):
+        return super()._init_group(*args, **kwargs)
+
+
+class Grouped(torch.optim.AdamW):
+    @property
+    def param_groups(self):
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups):
+        self._groups = groups
+
+
+KNOWN = [
+    (torch.optim.AdamW, True, True),
+    (Named, True, True),
+    (torch.optim.Adafactor, True, False),
+    (torch.optim.SparseAdam, True, False),
+    *([(torch.optim.Muon, True, False)] if hasattr(torch.optim, "Muon") else []),
+    (Stepping, False, False),
+    (Initial, False, False),
+    (Grouped, False, False),
+    (Momentum, False, False),
+]
+
+
+@pytest.mark.parametrize(("make", "known", "elementwise"), KNOWN)
+def test_pytorchs_own_and_what_inherits_all_that_a_step_calls_are_known(
+    make, known, elementwise, spill_dir, monkeypatch
+):
+    pair = Pair(make, MANY[:-1])
+    assert (is_known(pair.inner), is_elementwise(pair.inner)) == (known, elementwise)
+    with opened(spill_dir) as offloader:
+        if not known:
+            with pytest.raises(ConfigError, match=r"known to be exact for Adam, AdamW, .*got .*declare it"):
+                offloader.offload_optimizer(pair.inner)
+        elif make is not torch.optim.SparseAdam:  # which takes no dense gradients
+            monkeypatch.setattr("lightning_ssd.optimizer.offloaded_optimizer.rehearse", None)
+            optimizer = offloader.offload_optimizer(pair.inner)
+            pair.train(optimizer, 3)
+            pair.check(optimizer)
+
+
+@pytest.mark.parametrize("declared", ["Momentum", f"{Momentum.__module__}.Momentum"])
+def test_a_class_is_declared_by_its_name_or_with_its_module(declared, spill_dir):
+    pair = Pair(Momentum, MANY)
+    with opened(spill_dir, declared=declared) as offloader:
+        optimizer = offloader.offload_optimizer(pair.inner)
+        pair.step(optimizer)
+        pair.check(optimizer)
+        with pytest.raises(ConfigError, match=r"got .*\.Counts\. .*declare it"):
+            offloader.offload_optimizer(kind("Counts")([nn.Parameter(torch.ones(3))]))
+
+
+class SwapsWeights(Momentum):
+    """As schedule-free optimizers do."""
+
+    def train(self):
+        """Weights of training."""
+
+    def eval(self):
+        """Weights of evaluation."""
+
+
+def _with_method(name, method):
+    def make(parameters):
+        optimizer = torch.optim.Adam(parameters)
+        setattr(optimizer, name, method)
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (torch.optim.LBFGS, "got LBFGS, whose update of one parameter depends on the others"),
+        (lambda p: type("SAM", (Momentum,), {})(p), "got SAM, whose update"),
+        (SwapsWeights, r"got SwapsWeights, whose train\(\) and eval\(\) exchange all weights"),
+        (lambda p: kind("Owns", prepare=lambda self: setattr(self, "base", torch.optim.SGD(p)))(p), "owns another"),
+        (
+            lambda p: kind("OwnsDeeper", prepare=lambda self: setattr(self, "bases", {"a": [torch.optim.SGD(p)]}))(p),
+            r"owns another one, SGD, in bases",
+        ),
+        (lambda p: kind("OwnList", prepare=lambda self: setattr(self, "mine", list(p)))(p), "holds one in mine"),
+        (
+            lambda p: kind("Scaled", step=lambda self, closure=None, grad_scaler=None: None)(p),
+            "got Scaled, whose step takes a grad_scaler.*Take that argument out",
+        ),
+        (_with_method("_init_group", lambda *_: None), "expects the _init_group of the class Adam; got another one"),
+        (_with_method("step", lambda *_: None), "expects the step of the class Adam; got another one"),
+    ],
+)
+def test_what_is_more_than_an_update_of_each_parameter_is_refused(make, text, spill_dir):
+    with pytest.raises(ConfigError, match=text), wrapped(make([nn.Parameter(torch.ones(3))]), spill_dir):
+        pass
+
+
+def test_methods_that_no_step_calls_may_be_set(spill_dir):
+    with wrapped(_with_method("zero_grad", lambda *_: None)([nn.Parameter(torch.ones(3))]), spill_dir):
+        pass
+
+
+def test_hooks_of_a_step_that_calls_another_are_refused(spill_dir):
+    with offloaded_pair(Stepping, spill_dir, MANY, steps=1) as (pair, optimizer):
+        pair.check(optimizer)
+        handle = optimizer.register_step_pre_hook(lambda *_: None)
+        pair.set_gradients()
+        with pytest.raises(ConfigError, match="calls the step of a base class, which would run its step hooks again"):
+            optimizer.step()
+        handle.remove()
+
+
+def test_names_that_are_no_classes_are_refused():
+    for names in ("Lion", "package.optimizers.Lion"):
+        assert OffloadPolicy(optimizer_states="offload", per_parameter_optimizers=names).per_parameter_optimizers == (
+            names,
+        )
+    with pytest.raises(ConfigError, match=r"per_parameter_optimizers contains 'a b', .*\. Write names of classes"):
+        OffloadPolicy(optimizer_states="offload", per_parameter_optimizers=["a b"])
+    with pytest.raises(ConfigError, match=r"per_parameter_optimizers=.* with optimizer_states='keep' would be ignored"):
+        OffloadPolicy(per_parameter_optimizers=["Lion"])
+
+
+class Fused(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_what_a_scaler_sets_is_no_counter(spill_dir):
+    """After ``unscale_`` it sets ``grad_scale=None``, a plain value."""
+    with offloaded_pair(lambda parameters: Fused(parameters, fused=True), spill_dir, MANY) as (pair, optimizer):
+        for each in (pair.twin, optimizer):
+            each.grad_scale, each.found_inf = None, torch.zeros(())
+        for _ in range(2):
+            pair.step(optimizer)
+            pair.check()
+        del optimizer.grad_scale, optimizer.found_inf
+        assert vars(pair.inner).keys().isdisjoint({"grad_scale", "found_inf"})
+
+
+def test_a_step_that_needs_its_closure_is_tried_with_one(spill_dir):
+    def step(self, closure):
+        return Momentum.step(self, closure)
+
+    pair = Pair(kind("Needs", begin=_norm_of_all, step=step), MANY)
+    with pytest.raises(ConfigError, match="names Needs, which does not update"), wrapped(pair.inner, spill_dir):
+        pass
+
+
+def _norm_of_all(optimizer):
+    norm = torch.stack(
+        [p.grad.norm() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    ).norm()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.div_(norm)
+
+
+def test_a_trial_that_reaches_the_optimizer_itself_leaves_no_mark(spill_dir):
+    def made(parameters):
+        optimizer = kind("Ticks", begin=lambda self: self.tick())(parameters)
+        optimizer.k = 0
+        optimizer.tick = lambda: setattr(optimizer, "k", optimizer.k + 1)
+        return optimizer
+
+    pair = Pair(made, MANY)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        assert pair.inner.k == 0
+        for number in (1, 2):
+            pair.step(optimizer)
+            pair.check(optimizer)
+            assert pair.inner.k == number
+
+
+def test_a_trial_that_reaches_the_options_themselves_leaves_no_mark(spill_dir):
+    def made(parameters):
+        optimizer = kind("CountsPast", begin=lambda self: self.tick())(parameters)
+        [group] = optimizer.param_groups
+        optimizer.tick = lambda: group.update(count=group["count"] + 1)
+        return optimizer
+
+    pair = Pair(made, MANY)
+    with pytest.raises(ConfigError, match="changed options of the optimizer itself"), wrapped(pair.inner, spill_dir):
+        pass
+    assert pair.inner.param_groups[0]["count"] == 0
+
+
+def test_counters_in_slots_are_refused(spill_dir):
+    pair = Pair(kind("Slots", __slots__=("k",)), MANY)
+    with pytest.raises(ConfigError, match=r"which has 'k' in __slots__ or"), wrapped(pair.inner, spill_dir):
+        pass
+
+
+class Health(torch.optim.Optimizer):
+    def _accelerator_graph_capture_health_check(self):
+        _norm_of_all(self)
+
+
+class Behind(torch.optim.Adam, Health):
+    """What a step calls is found behind Adam, and before PyTorch's."""
+
+
+def test_a_base_behind_a_known_one_is_looked_at(spill_dir):
+    with opened(spill_dir) as offloader, pytest.raises(ConfigError, match="declare it"):
+        offloader.offload_optimizer(Behind(Pair(adamw).mine))
+
+
+def test_a_class_of_pytorch_that_was_patched_is_not_known(spill_dir, monkeypatch):
+    init_group = torch.optim.SGD._init_group
+    pair = Pair(lambda parameters: torch.optim.SGD(parameters, lr=0.1), MANY)
+    with wrapped(pair.inner, spill_dir) as optimizer:
+        pair.train(optimizer, 1)
+        monkeypatch.setattr(torch.optim.SGD, "_init_group", lambda *args: init_group(*args))
+        pair.set_gradients()
+        with pytest.raises(ConfigError, match=r"the class SGD was changed after offload_optimizer\(\)"):
+            optimizer.step()
+        monkeypatch.undo()
+        pair.step(optimizer)
+        pair.check(optimizer)
+    monkeypatch.setattr(torch.optim.SGD, "_init_group", lambda *args: init_group(*args))
+    with opened(spill_dir) as offloader, pytest.raises(ConfigError, match="declare it"):
+        offloader.offload_optimizer(torch.optim.SGD(pair.mine))

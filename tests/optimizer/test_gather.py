@@ -1,13 +1,9 @@
 """Whole tensors of a sharded model on one process' drives, while its optimizer trains on."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +13,9 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.optimizer.checkpoint.gather import TensorSpool
-from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.optimizer.store.store import StateStore
-from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.spill_file import Arena
-from tests.support.faults import Fail, FaultyBackend, always, enospc, on_calls
+from tests.support.faults import FaultyBackend, always, enospc, on_calls
 from tests.support.helpers import assert_identical
 from tests.support.optimizer_pairs import files_of, store_of, used_bytes, wrapped
 
@@ -29,11 +23,10 @@ SHAPES = ((256, 300), (3,), (7, 1025), (0, 5))
 
 
 @contextmanager
-def opened(*directories: Path, fail_write: Fail | None = None) -> Iterator[OffloadedOptimizer]:
-    """An offloaded optimizer that has made a step; then the drives begin to fail."""
-    backends: list[FaultyBackend] = []
+def opened(*directories, fail_write=None):
+    backends = []
 
-    def wrap(backend: Backend) -> Backend:
+    def wrap(backend):
         backends.append(FaultyBackend(backend))
         return backends[-1]
 
@@ -42,7 +35,6 @@ def opened(*directories: Path, fail_write: Fail | None = None) -> Iterator[Offlo
         policy=OffloadPolicy(optimizer_states="offload"), hardware=hardware, _wrap_backend=wrap
     ).open() as offloader:
         optimizer = offloader.offload_optimizer(torch.optim.AdamW([nn.Parameter(torch.randn(300, 200))]))
-        assert isinstance(optimizer, OffloadedOptimizer)
         step(optimizer)
         optimizer.flush()
         for backend in backends:
@@ -50,21 +42,21 @@ def opened(*directories: Path, fail_write: Fail | None = None) -> Iterator[Offlo
         yield optimizer
 
 
-def step(optimizer: OffloadedOptimizer) -> None:
+def step(optimizer):
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
 
 
-def spool_of(optimizer: OffloadedOptimizer, nbytes: int) -> TensorSpool:
+def spool_of(optimizer, nbytes):
     return TensorSpool(files_of(optimizer), store_of(optimizer), nbytes)
 
 
-def tensors() -> list[torch.Tensor]:
+def tensors():
     return [torch.randn(shape).to(dtype) for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)]
 
 
-def test_tensors_have_their_bits_while_training_goes_on(tmp_path: Path) -> None:
+def test_tensors_have_their_bits_while_training_goes_on(tmp_path):
     expected = [tensor.t() if tensor.ndim == 2 else tensor for tensor in tensors()]
     with opened(tmp_path / "a", tmp_path / "b") as optimizer:
         before = used_bytes(optimizer)
@@ -87,8 +79,8 @@ def test_tensors_have_their_bits_while_training_goes_on(tmp_path: Path) -> None:
         assert used_bytes(optimizer) == before
 
 
-def test_an_interrupted_wait_leaves_nothing_on_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
+def test_an_interrupted_wait_leaves_nothing_on_the_drive(tmp_path, monkeypatch):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with opened(tmp_path) as optimizer:
@@ -106,7 +98,7 @@ def test_an_interrupted_wait_leaves_nothing_on_the_drive(tmp_path: Path, monkeyp
         assert used_bytes(optimizer) == before
 
 
-def test_tensors_outlive_the_files(tmp_path: Path) -> None:
+def test_tensors_outlive_the_files(tmp_path):
     expected = tensors()
     with opened(tmp_path) as optimizer:
         spool = spool_of(optimizer, 0)
@@ -117,7 +109,7 @@ def test_tensors_outlive_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fail", [always(enospc), on_calls([1, 2, 3], enospc)], ids=["all", "some"])
-def test_what_no_drive_takes_stays_in_memory(tmp_path: Path, fail: Fail) -> None:
+def test_what_no_drive_takes_stays_in_memory(tmp_path, fail):
     expected = tensors()
     with opened(tmp_path, fail_write=fail) as optimizer:
         spool = spool_of(optimizer, 0)
@@ -129,11 +121,11 @@ def test_what_no_drive_takes_stays_in_memory(tmp_path: Path, fail: Fail) -> None
         assert spool.take_warning() is None
 
 
-def test_space_that_states_need_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_that_states_need_is_not_taken(tmp_path, monkeypatch):
     with opened(tmp_path) as optimizer:
         before = used_bytes(optimizer)
 
-        def refuse(self: Arena, nbytes: int) -> None:
+        def refuse(self, nbytes):
             raise OutOfSpaceError(28, f"no room for {nbytes}")
 
         monkeypatch.setattr(Arena, "reserve", refuse)
@@ -143,7 +135,7 @@ def test_space_that_states_need_is_not_taken(tmp_path: Path, monkeypatch: pytest
         assert "20,000 bytes" in (spool.take_warning() or "")
 
 
-def test_another_directory_takes_what_one_refuses(tmp_path: Path) -> None:
+def test_another_directory_takes_what_one_refuses(tmp_path):
     expected = tensors()
     with opened(tmp_path / "a", tmp_path / "b") as optimizer:
         first = files_of(optimizer).tiers[0]
@@ -158,7 +150,7 @@ def test_another_directory_takes_what_one_refuses(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def shard() -> Iterator[DTensor]:
+def shard():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     with contextlib.ExitStack() as stack:
         stack.callback(torch.distributed.destroy_process_group)
@@ -166,7 +158,7 @@ def shard() -> Iterator[DTensor]:
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_sharded_states_can_be_copied(shard: DTensor, spill_dir: Path, is_held: bool) -> None:
+def test_sharded_states_can_be_copied(shard, spill_dir, is_held):
     """Wherever they lie in the memory of their subgroup."""
     parameters = [nn.Parameter(shard.repeat(20, 1)) for _ in range(2)]
     with wrapped(torch.optim.AdamW(parameters), spill_dir) as optimizer:

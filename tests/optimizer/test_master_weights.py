@@ -1,12 +1,7 @@
 """Float32 copies of half-precision parameters: exact, on the drive, saved, loaded, and never behind the parameter."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +13,7 @@ from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.optimizer.step.master_weights import MASTER, from_master, to_master
 from tests.support.optimizer_pairs import assert_same_parameters
 
-KINDS: dict[str, Callable[[Any], Optimizer]] = {
+KINDS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
@@ -30,20 +25,20 @@ SHAPES = ((257, 129), (64, 1024), (65, 40), (3,))
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 
-def make_parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+def make_parameters(dtype):
     generator = torch.Generator().manual_seed(1)
     made = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
     image = torch.randn(8, 16, 9, 9, generator=generator).to(dtype, memory_format=torch.channels_last)
     return [*made, nn.Parameter(image), nn.Parameter(torch.randn(70, 30, generator=generator).to(dtype).t())]
 
 
-def gradients(step: int, like: list[nn.Parameter]) -> list[torch.Tensor]:
+def gradients(step, like):
     generator = torch.Generator().manual_seed(100 + step)
     return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in like]
 
 
 @contextmanager
-def offloaded(optimizer: Optimizer, directory: Path, *, master_weights: bool = True) -> Iterator[OffloadedOptimizer]:
+def offloaded(optimizer, directory, *, master_weights=True):
     policy = OffloadPolicy(
         activations="keep",
         optimizer_states="offload",
@@ -60,12 +55,12 @@ def offloaded(optimizer: Optimizer, directory: Path, *, master_weights: bool = T
 class Plain:
     """The reference: PyTorch's optimizer on float32 copies that somebody keeps by hand."""
 
-    def __init__(self, parameters: list[nn.Parameter], make: Callable[[Any], Optimizer]) -> None:
+    def __init__(self, parameters, make):
         self.parameters = parameters
         self.copies = [nn.Parameter(p.detach().float()) for p in parameters]
         self.optimizer = make(self.copies)
 
-    def step(self, grads: list[torch.Tensor]) -> None:
+    def step(self, grads):
         for copy, grad in zip(self.copies, grads, strict=True):
             copy.grad = grad.float()
         self.optimizer.step()
@@ -74,7 +69,7 @@ class Plain:
                 parameter.copy_(copy)
 
 
-def train(optimizer: Optimizer, parameters: list[nn.Parameter], steps: range) -> None:
+def train(optimizer, parameters, steps):
     for step in steps:
         for parameter, grad in zip(parameters, gradients(step, parameters), strict=True):
             parameter.grad = grad
@@ -83,7 +78,7 @@ def train(optimizer: Optimizer, parameters: list[nn.Parameter], steps: range) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_are_those_of_float32_copies_kept_by_hand(kind: str, dtype: torch.dtype, spill_dir: Path) -> None:
+def test_bits_are_those_of_float32_copies_kept_by_hand(kind, dtype, spill_dir):
     mine = make_parameters(dtype)
     plain = Plain(make_parameters(dtype), KINDS[kind])
     if kind == "adagrad":  # its states begin as numbers of the parameter's type
@@ -102,24 +97,22 @@ def test_bits_are_those_of_float32_copies_kept_by_hand(kind: str, dtype: torch.d
 
 
 class Marked(Optimizer):
-    """Goes by what a parameter is, and by a mark on it."""
-
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1e-2})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if isinstance(p, nn.Parameter) and p.requires_grad:
                     momentum = self.state[p].setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
-                    p.sub_(momentum, alpha=group["lr"] * p.scale)  # type: ignore[attr-defined]
+                    p.sub_(momentum, alpha=group["lr"] * p.scale)
 
 
-def test_a_declared_one_finds_a_parameter_with_its_marks(spill_dir: Path) -> None:
-    def made(parameters: list[nn.Parameter]) -> Optimizer:
+def test_a_declared_one_finds_a_parameter_with_its_marks(spill_dir):
+    def made(parameters):
         for number, parameter in enumerate(parameters):
-            parameter.scale = 1.0 + number  # type: ignore[attr-defined]
+            parameter.scale = 1.0 + number
         return Marked(parameters)
 
     mine = make_parameters(torch.bfloat16)
@@ -132,19 +125,7 @@ def test_a_declared_one_finds_a_parameter_with_its_marks(spill_dir: Path) -> Non
         assert type(optimizer.state[mine[0]][MASTER]) is torch.Tensor
 
 
-def test_updates_too_small_for_bfloat16_add_up_only_in_copies(spill_dir: Path) -> None:
-    moved = {}
-    for master_weights in (True, False):
-        parameter = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
-        with offloaded(torch.optim.SGD([parameter], lr=1e-3), spill_dir, master_weights=master_weights) as optimizer:
-            for _ in range(10):
-                parameter.grad = torch.ones_like(parameter)
-                optimizer.step()
-        moved[master_weights] = bool((parameter != 1).all())
-    assert moved == {True: True, False: False}
-
-
-def test_training_goes_on_from_a_checkpoint_with_the_same_bits(spill_dir: Path) -> None:
+def test_training_goes_on_from_a_checkpoint_with_the_same_bits(spill_dir):
     mine = make_parameters(torch.bfloat16)
     plain = Plain(make_parameters(torch.bfloat16), KINDS["adamw"])
     file = io.BytesIO()
@@ -165,7 +146,7 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits(spill_dir: Path) 
     assert_same_parameters(again, plain.parameters)
 
 
-def test_the_plain_optimizer_reads_our_checkpoint_and_we_read_its(spill_dir: Path) -> None:
+def test_the_plain_optimizer_reads_our_checkpoint_and_we_read_its(spill_dir):
     mine = make_parameters(torch.bfloat16)
     with offloaded(KINDS["adamw"](mine), spill_dir) as optimizer:
         train(optimizer, mine, range(2))
@@ -185,7 +166,7 @@ def test_the_plain_optimizer_reads_our_checkpoint_and_we_read_its(spill_dir: Pat
     assert not torch.equal(before[0], mine[0])  # of a smaller one no element may have moved by a bfloat16 step
 
 
-def test_without_copies_those_of_a_checkpoint_are_left_out(spill_dir: Path) -> None:
+def test_without_copies_those_of_a_checkpoint_are_left_out(spill_dir):
     mine = make_parameters(torch.bfloat16)
     with offloaded(KINDS["adamw"](mine), spill_dir) as optimizer:
         train(optimizer, mine, range(1))
@@ -197,7 +178,7 @@ def test_without_copies_those_of_a_checkpoint_are_left_out(spill_dir: Path) -> N
 
 
 @pytest.mark.parametrize("number", [0, 3, len(SHAPES), len(SHAPES) + 1])
-def test_a_parameter_changed_from_outside_carries_its_copy_along(number: int, spill_dir: Path) -> None:
+def test_a_parameter_changed_from_outside_carries_its_copy_along(number, spill_dir):
     mine = make_parameters(torch.bfloat16)
     plain = Plain(make_parameters(torch.bfloat16), KINDS["adamw"])
     with offloaded(KINDS["adamw"](mine), spill_dir) as optimizer:
@@ -215,7 +196,7 @@ def test_a_parameter_changed_from_outside_carries_its_copy_along(number: int, sp
         assert_same_parameters(mine, plain.parameters)
 
 
-def test_a_copy_follows_only_where_the_parameter_was_changed() -> None:
+def test_a_copy_follows_only_where_the_parameter_was_changed():
     piece = torch.tensor([1.0, 2.0, 3.0, float("nan")], dtype=torch.bfloat16)
     kept = torch.tensor([1.0009, 5.0, 3.0, 4.0])
     master, rest = to_master(piece, {MASTER: kept.clone(), "step": 7})
@@ -229,7 +210,7 @@ def test_a_copy_follows_only_where_the_parameter_was_changed() -> None:
     assert after["step"] == 7
 
 
-def test_nobody_is_asked_to_autograd_through_a_step(spill_dir: Path) -> None:
+def test_nobody_is_asked_to_autograd_through_a_step(spill_dir):
     parameter = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     with offloaded(torch.optim.AdamW([parameter]), spill_dir) as optimizer:
         (parameter * 2).sum().backward()
@@ -240,7 +221,7 @@ def test_nobody_is_asked_to_autograd_through_a_step(spill_dir: Path) -> None:
     assert parameter._version > version, "a saved copy of it must be seen to be stale"
 
 
-def test_float32_parameters_have_no_copy(spill_dir: Path) -> None:
+def test_float32_parameters_have_no_copy(spill_dir):
     parameters = [nn.Parameter(torch.ones(4096)), nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))]
     with offloaded(torch.optim.AdamW(parameters), spill_dir) as optimizer:
         train(optimizer, parameters, range(2))
@@ -248,7 +229,7 @@ def test_float32_parameters_have_no_copy(spill_dir: Path) -> None:
     assert [MASTER in states[number] for number in (0, 1)] == [False, True]
 
 
-def test_a_state_made_before_is_widened(spill_dir: Path) -> None:
+def test_a_state_made_before_is_widened(spill_dir):
     parameter = nn.Parameter(torch.ones(8192, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([parameter], lr=0.5, momentum=0.5)
     train(optimizer, [parameter], range(1))

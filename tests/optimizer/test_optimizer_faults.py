@@ -1,18 +1,14 @@
 """Offloaded optimizers under failing drives, interruptions and loads: exact, or refused; never silently wrong."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
-from tests.support.faults import Fail, always, eio, enospc, on_calls
+from tests.support.faults import always, eio, enospc, on_calls
 from tests.support.optimizer_pairs import (
     Pair,
     adamw,
@@ -39,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("small_subgroups")
         pytest.param(on_calls(range(7, 10**9), enospc), id="full after a while"),
     ],
 )
-def test_failed_writes_cost_nothing_but_memory(fail: Fail, spill_dir: Path) -> None:
+def test_failed_writes_cost_nothing_but_memory(fail, spill_dir):
     pair = Pair(adamw)
     with offloaded(pair.inner, spill_dir) as (optimizer, drive):
         drive.fail_write = fail
@@ -58,7 +54,7 @@ def test_failed_writes_cost_nothing_but_memory(fail: Fail, spill_dir: Path) -> N
     pair.check(optimizer)
 
 
-def test_memory_returns_when_the_drive_does(spill_dir: Path) -> None:
+def test_memory_returns_when_the_drive_does(spill_dir):
     pair = Pair(adamw)
     with offloaded(pair.inner, spill_dir) as (optimizer, drive):
         slots = store_of(optimizer).num_slots
@@ -75,7 +71,7 @@ def test_memory_returns_when_the_drive_does(spill_dir: Path) -> None:
         pair.check(optimizer)
 
 
-def test_a_read_that_fails_once_is_tried_again(spill_dir: Path) -> None:
+def test_a_read_that_fails_once_is_tried_again(spill_dir):
     pair = Pair(adamw)
     with offloaded(pair.inner, spill_dir) as (optimizer, drive):
         # Far apart: the second try of one must not be a call that fails by itself.
@@ -88,7 +84,7 @@ def test_a_read_that_fails_once_is_tried_again(spill_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eio", "corrupt"])
-def test_states_that_cannot_be_read_end_training_until_a_checkpoint_is_loaded(kind: str, spill_dir: Path) -> None:
+def test_states_that_cannot_be_read_end_training_until_a_checkpoint_is_loaded(kind, spill_dir):
     pair = Pair(adamw)
     with offloaded(pair.inner, spill_dir) as (optimizer, drive):
         pair.train(optimizer, 2)
@@ -125,10 +121,10 @@ def test_states_that_cannot_be_read_end_training_until_a_checkpoint_is_loaded(ki
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_closure_that_fails_touches_nothing(error: type[BaseException], spill_dir: Path) -> None:
+def test_a_closure_that_fails_touches_nothing(error, spill_dir):
     with offloaded_pair(adamw, spill_dir, steps=1) as (pair, optimizer):
 
-        def closure() -> float:
+        def closure():
             raise error("in the model")
 
         with pytest.raises(error):
@@ -139,18 +135,16 @@ def test_a_closure_that_fails_touches_nothing(error: type[BaseException], spill_
 
 
 class Stumbling(torch.optim.AdamW):
-    """Fails in its own code, on demand, which is no option of an instance."""
-
     error: type[BaseException] | None = None
 
-    def _init_group(self, *args: Any) -> Any:
+    def _init_group(self, *args):
         if self.error is not None and args[0]["params"][0].shape == (77, 77):
             raise self.error
-        return super()._init_group(*args)  # type: ignore[no-untyped-call]
+        return super()._init_group(*args)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_step_that_is_interrupted_is_not_trained_on(error: type[BaseException], spill_dir: Path) -> None:
+def test_a_step_that_is_interrupted_is_not_trained_on(error, spill_dir):
     pair = Pair(lambda p: Stumbling(p, lr=1e-2), shapes=((128, 150),) * 5 + ((77, 77),) + ((128, 150),) * 5)
     with wrapped(pair.inner, spill_dir) as optimizer:
         pair.train(optimizer, 1)
@@ -176,7 +170,7 @@ def test_a_step_that_is_interrupted_is_not_trained_on(error: type[BaseException]
         assert optimizer.stats.resident_bytes == 0
 
 
-def test_closing_an_incomplete_one_is_quiet_and_leaves_nothing(spill_dir: Path) -> None:
+def test_closing_an_incomplete_one_is_quiet_and_leaves_nothing(spill_dir):
     pair = Pair(adamw)
     with offloaded(pair.inner, spill_dir) as (optimizer, drive):
         pair.step(optimizer)
@@ -194,7 +188,7 @@ def test_closing_an_incomplete_one_is_quiet_and_leaves_nothing(spill_dir: Path) 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def test_a_state_dict_may_be_loaded_again_and_again(spill_dir: Path) -> None:
+def test_a_state_dict_may_be_loaded_again_and_again(spill_dir):
     """Not even its small tensors, which stay in memory, may follow the training that was loaded from it."""
     with offloaded_pair(adamw, spill_dir, shapes=((128, 150),) * 3 + ((5,), (300, 200)), steps=1) as (pair, optimizer):
         saved = optimizer.state_dict()
@@ -207,7 +201,7 @@ def test_a_state_dict_may_be_loaded_again_and_again(spill_dir: Path) -> None:
             assert_same_states(saved, expected)
 
 
-def test_a_state_dict_while_writes_are_under_way_outlives_everything(spill_dir: Path) -> None:
+def test_a_state_dict_while_writes_are_under_way_outlives_everything(spill_dir):
     pair = Pair(adamw)
     with offloaded(pair.inner, spill_dir) as (optimizer, drive):
         drive.delay_s = 0.005
@@ -223,7 +217,7 @@ def test_a_state_dict_while_writes_are_under_way_outlives_everything(spill_dir: 
     saved["state"][0]["exp_avg"].zero_()  # private, and writable as a plain one
 
 
-def test_the_inner_optimizer_may_be_stepped_and_loaded(spill_dir: Path) -> None:
+def test_the_inner_optimizer_may_be_stepped_and_loaded(spill_dir):
     """It has the same states, wherever they are."""
     with offloaded_pair(adamw, spill_dir, steps=1) as (pair, optimizer):
         pair.step(pair.inner)

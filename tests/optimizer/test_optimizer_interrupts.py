@@ -1,13 +1,9 @@
 """Ctrl-C at each point of what happens to states between steps: nothing of it is lost, or the loss is told."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,36 +35,35 @@ _STATES = (
 )
 
 
-def interrupt(*args: Any) -> Any:
+def interrupt(*args):
     raise KeyboardInterrupt
 
 
-def _momentum(parameters: Any) -> Optimizer:
+def _momentum(parameters):
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
 
 
-def _zero(optimizer: Optimizer, p: torch.Tensor) -> None:
+def _zero(optimizer, p):
     optimizer.state[p]["exp_avg"].zero_()
 
 
-def _restart(optimizer: Optimizer, p: torch.Tensor) -> None:
+def _restart(optimizer, p):
     optimizer.state[p]["momentum_buffer"] = None
 
 
-def _replace(optimizer: Optimizer, p: torch.Tensor) -> None:
+def _replace(optimizer, p):
     optimizer.state[p] = {"momentum_buffer": torch.ones_like(p)}
 
 
-def _hold(optimizer: Optimizer, p: torch.Tensor) -> None:
-    """It is in memory from now on, ahead of its drive."""
+def _hold(optimizer, p):
     optimizer.state[p]["momentum_buffer"].fill_(3.0)
 
 
-def _delete(optimizer: Optimizer, p: torch.Tensor) -> None:
+def _delete(optimizer, p):
     optimizer.state.pop(p, None)
 
 
-def _load(optimizer: Optimizer, p: torch.Tensor) -> None:
+def _load(optimizer, p):
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 1.0
     for state in saved["state"].values():
@@ -76,21 +71,21 @@ def _load(optimizer: Optimizer, p: torch.Tensor) -> None:
     optimizer.load_state_dict(saved)
 
 
-def _load_inner(optimizer: Optimizer, p: torch.Tensor) -> None:
+def _load_inner(optimizer, p):
     """As a caller does who has kept the optimizer that was offloaded."""
     _load(optimizer.inner if isinstance(optimizer, OffloadedOptimizer) else optimizer, p)
 
 
-def _step(optimizer: Optimizer, p: torch.Tensor) -> None:
+def _step(optimizer, p):
     optimizer.step()
 
 
-def _nothing(optimizer: Optimizer, p: torch.Tensor) -> None:
+def _nothing(optimizer, p):
     pass
 
 
 Act = Callable[[Optimizer, torch.Tensor], None]
-PROGRAMS: dict[str, tuple[Callable[[Any], Optimizer], Act, Act]] = {
+PROGRAMS = {
     "zero": (adamw, _nothing, _zero),
     "restart": (_momentum, _nothing, _restart),
     "replace": (_momentum, _nothing, _replace),
@@ -110,7 +105,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any], Optimizer], Act, Act]] = {
     "is_whole", [False, pytest.param(True, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3700)])]
 )
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_at_each_point_it_is_done_or_not_or_known_to_be_incomplete(name: str, is_whole: bool, spill_dir: Path) -> None:
+def test_at_each_point_it_is_done_or_not_or_known_to_be_incomplete(name, is_whole, spill_dir):
     """And training goes on with the same bits.
 
     Args:
@@ -165,7 +160,7 @@ def test_at_each_point_it_is_done_or_not_or_known_to_be_incomplete(name: str, is
     assert counts["incomplete"] > 5 or act not in (_load, _step), counts
 
 
-def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def is_same(one, other):
     """Whether two ``state_dict``s have the same bits. An empty state is none."""
     one, other = ({**each, "state": {n: state for n, state in each["state"].items() if state}} for each in (one, other))
     try:
@@ -175,9 +170,7 @@ def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return True
 
 
-def test_states_are_not_lost_when_taking_them_over_is_interrupted(
-    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_are_not_lost_when_taking_them_over_is_interrupted(spill_dir, monkeypatch):
     pair = Pair(adamw)
     pair.step(pair.inner)
     expected = copy.deepcopy(pair.inner.state_dict())
@@ -188,7 +181,7 @@ def test_states_are_not_lost_when_taking_them_over_is_interrupted(
     assert_same_states(pair.inner.state_dict(), expected)
 
 
-def test_a_step_is_incomplete_until_its_groups_have_changed(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_incomplete_until_its_groups_have_changed(spill_dir, monkeypatch):
     pair = Pair(Nested)
 
     with offloaded(pair.inner, spill_dir) as (optimizer, _):
@@ -201,7 +194,7 @@ def test_a_step_is_incomplete_until_its_groups_have_changed(spill_dir: Path, mon
             optimizer.step()
 
 
-def test_a_state_dict_that_is_interrupted_leaves_the_hooks(spill_dir: Path) -> None:
+def test_a_state_dict_that_is_interrupted_leaves_the_hooks(spill_dir):
     pair = Pair(adamw, ((64, 40),) * 3)
     points = PointsIn(
         "optimizer/checkpoint/state_dict.py", "optimizer/step/stepper.py", "optimizer/offloaded_optimizer.py"
@@ -221,15 +214,13 @@ class Own(torch.optim.Adam):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, Own])
-def test_a_step_that_is_interrupted_leaves_the_optimizer_as_it_was(
-    kind: type[torch.optim.Adam], spill_dir: Path
-) -> None:
+def test_a_step_that_is_interrupted_leaves_the_optimizer_as_it_was(kind, spill_dir):
     pair = Pair(lambda p: kind(p, fused=True), ((64, 40),) * 3)
     points = PointsIn("optimizer/offloaded_optimizer.py", "optimizer/step/stepper.py")
     with offloaded(pair.inner, spill_dir) as (optimizer, _):
         optimizer.register_step_pre_hook(lambda *_: None)
         pair.step(optimizer)
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
         before = {name: value for name, value in vars(pair.inner).items() if name != "_opt_called"}
         while (where := points.interrupt(optimizer.step)) is not None:
             optimizer._broken = None
@@ -238,7 +229,7 @@ def test_a_step_that_is_interrupted_leaves_the_optimizer_as_it_was(
             assert all(after[name] is before[name] for name in before), where
 
 
-def test_a_late_parameter_is_updated_whatever_was_interrupted(spill_dir: Path) -> None:
+def test_a_late_parameter_is_updated_whatever_was_interrupted(spill_dir):
     pair = Pair(adamw, ((128, 150), (64, 40)))
     points = PointsIn(
         "optimizer/paged_states.py",

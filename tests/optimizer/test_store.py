@@ -1,26 +1,24 @@
 """Where subgroups of states are: what was put comes back, nothing waits for ever, memory is bounded."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Sequence
+import time
 from contextlib import closing
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
 from lightning_ssd.common.tensors import StorageKey
-from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.optimizer.store.buffers import BufferPool
-from lightning_ssd.optimizer.store.entry import CopyPin, StoredCopy
+from lightning_ssd.optimizer.store.entry import CopyPin, DeferredReleases, StoredCopy
 from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import StagedMover
 from lightning_ssd.tiers.ssd import SsdTier
-from tests.support.faults import eio
+from tests.support.faults import always, eio, enospc
 from tests.support.late import StreamOfThread
 from tests.support.patience import PATIENCE_S
 from tests.support.state_stores import (
@@ -37,25 +35,10 @@ from tests.support.state_stores import (
     whole,
     within_patience,
 )
+from tests.support.threads import at_once
 
 
-def test_what_was_put_comes_back(drive: Drive, tmp_path: Path) -> None:
-    with store_on((drive, tmp_path)) as store:
-        assert store.take(5) is None
-        store.give(5, None, is_dirty=True, keep=False)
-        for value in (1, 2):
-            for index in range(5):
-                put(store, index, 10 * value + index)
-            store.prefetch(range(5))
-            for index in range(5):
-                assert_holds(store, index, 10 * value + index)
-        store.wait_for_writes()
-        assert used_bytes(store) == 5 * NBYTES
-        assert store.slots.peak_bytes <= 2 * NBYTES
-        assert mapped_bytes(store) <= 2 * NBYTES
-
-
-def test_new_memory_comes_before_reads_ahead_of_time(drive: Drive, tmp_path: Path) -> None:
+def test_new_memory_comes_before_reads_ahead_of_time(drive, tmp_path):
     """Else all that was asked for would be read, and dropped, before there were new memory."""
     with store_on((drive, tmp_path), num_slots=3) as store:
         put_all(store, range(6))
@@ -72,14 +55,12 @@ def test_new_memory_comes_before_reads_ahead_of_time(drive: Drive, tmp_path: Pat
 
 @pytest.mark.parametrize("room", [2, 3, 4])
 @pytest.mark.parametrize("is_dirty", [True, False])
-def test_kept_subgroups_go_before_memory_runs_out(
-    room: int, is_dirty: bool, drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_subgroups_go_before_memory_runs_out(room, is_dirty, drive, tmp_path, monkeypatch):
     """Fewer fit than slots were promised: activations or gradients have taken the memory."""
     with store_on((drive, tmp_path), num_slots=5) as store:
         take = store.slots.take
 
-        def limited(nbytes: int) -> torch.UntypedStorage:
+        def limited(nbytes):
             if store.slots.lent_bytes + nbytes > room * NBYTES:
                 raise torch.OutOfMemoryError("injected")
             return take(nbytes)
@@ -98,9 +79,7 @@ def test_kept_subgroups_go_before_memory_runs_out(
         store.give(0, storage, is_dirty=False, keep=False)
 
 
-def test_who_makes_room_waits_for_the_stream_that_has_changed_the_states(
-    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_makes_room_waits_for_the_stream_that_has_changed_the_states(drive, tmp_path, monkeypatch):
     """A worker lets go of a subgroup because memory has run out: its own stream knows nothing of the update."""
     copies, may_compute = StreamOfThread(), threading.Event()
     mover = StagedMover(drive, StagingPool(), copies)
@@ -114,7 +93,7 @@ def test_who_makes_room_waits_for_the_stream_that_has_changed_the_states(
         drive.may_move.clear()
         store.give(1, other, is_dirty=True, keep=False)
 
-        def update() -> None:
+        def update():
             may_compute.wait(PATIENCE_S)
             whole(changed).fill_(9)
 
@@ -123,7 +102,7 @@ def test_who_makes_room_waits_for_the_stream_that_has_changed_the_states(
         del other
         take = store.slots.take
 
-        def limited(nbytes: int) -> torch.UntypedStorage:
+        def limited(nbytes):
             if store.slots.num_lent:
                 raise torch.OutOfMemoryError("injected")
             return take(nbytes)
@@ -141,7 +120,7 @@ def test_who_makes_room_waits_for_the_stream_that_has_changed_the_states(
     copies.close()
 
 
-def test_memory_of_an_interrupted_step_comes_back(drive: Drive, tmp_path: Path) -> None:
+def test_memory_of_an_interrupted_step_comes_back(drive, tmp_path):
     with store_on((drive, tmp_path)) as store:
         for _ in range(5):
             store.take(0)
@@ -154,7 +133,7 @@ def test_memory_of_an_interrupted_step_comes_back(drive: Drive, tmp_path: Path) 
         assert store.num_slots == 2
 
 
-def test_a_dying_holder_waits_for_no_lock(drive: Drive, tmp_path: Path) -> None:
+def test_a_dying_holder_waits_for_no_lock(drive, tmp_path):
     """It may die in the garbage collector, under a lock that the owner of the store's lock waits for."""
     with store_on((drive, tmp_path)) as store:
         put(store, 0, 1)
@@ -173,7 +152,7 @@ def test_a_dying_holder_waits_for_no_lock(drive: Drive, tmp_path: Path) -> None:
         assert_holds(store, 0, 2)
 
 
-def test_after_close_nobody_waits(drive: Drive, tmp_path: Path) -> None:
+def test_after_close_nobody_waits(drive, tmp_path):
     with store_on((drive, tmp_path)) as store:
         put(store, 0, 1)
         store.flush()
@@ -185,26 +164,26 @@ def test_after_close_nobody_waits(drive: Drive, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 7])
-def test_random_use_is_as_a_dictionary(num_slots: int, drive: Drive, tmp_path: Path) -> None:
+def test_random_use_is_as_a_dictionary(num_slots, drive, tmp_path):
     """Takes, puts, keeps, evictions, wishes, flushes and held copies, while writes fail now and then."""
     generator = torch.Generator().manual_seed(num_slots)
 
-    def draw(n: int) -> int:
+    def draw(n):
         return int(torch.randint(n, (), generator=generator))
 
-    def some() -> Sequence[int]:
+    def some():
         return torch.randperm(6, generator=generator)[: draw(7)].tolist()
 
-    expected: dict[int, int] = {}
-    held: list[StoredCopy] = []
+    expected = {}
+    held = []
     drive.fail_write = lambda index: eio() if index % 11 == 3 else None
     with store_on((drive, tmp_path), num_slots=num_slots) as store:
 
-        def act() -> None:
+        def act():
             for step in range(400):
                 act_once(step)
 
-        def act_once(step: int) -> None:
+        def act_once(step):
             index, value = draw(6), draw(256)
             match draw(7):
                 case 0:
@@ -237,29 +216,26 @@ def test_random_use_is_as_a_dictionary(num_slots: int, drive: Drive, tmp_path: P
             assert_holds(store, index, value)
 
 
-def test_a_copy_in_memory_is_a_use_on_the_current_stream(drive: Drive, tmp_path: Path) -> None:
+def test_a_copy_in_memory_is_a_use_on_the_current_stream(drive, tmp_path):
     """Memory that a worker has allocated on another stream must not be lent again before the copy has been made."""
     with store_on((drive, tmp_path)) as store:
         put(store, 0, 7, keep=True)
-        calls: list[int] = []
-        store.slots.used_here = lambda storage: calls.append(storage.data_ptr())  # type: ignore[method-assign]
+        calls = []
+        store.slots.used_here = lambda storage: calls.append(storage.data_ptr())
         held = store.hold(0)
         assert isinstance(held, torch.UntypedStorage)
         expected = store._homes[0].storage
-        assert expected is not None
         assert calls == [expected.data_ptr()]
         assert bool((whole(held) == 7).all())
 
 
-def test_memory_of_a_device_is_free_once_it_is_written(
-    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_a_device_is_free_once_it_is_written(drive, tmp_path, monkeypatch):
     """There PyTorch's allocator gives each subgroup memory of its own: whoever held on to it, if only what had asked
     for its write, would keep all states on the card. On a CPU slots are used again, and nobody would see it.
     """
     made = []
 
-    def take(pool: BufferPool, nbytes: int) -> torch.UntypedStorage:
+    def take(pool, nbytes):
         storage = torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         made.append(StorageKey(storage))
         return storage
@@ -272,3 +248,142 @@ def test_memory_of_a_device_is_free_once_it_is_written(
         assert not any(key.alive() for key in made)
         assert_all_hold(store, range(6))
         assert sum(key.alive() for key in made) <= 2
+
+
+def test_each_stuck_subgroup_has_one_more_slot_until_it_is_written(drive, tmp_path):
+    """Failures that come and go must not let memory grow for ever."""
+    drive.fail_write = always(eio)
+    with store_on((drive, tmp_path)) as store:
+        for value in range(4):
+            put_all(store, range(3), value)
+            store.wait_for_writes()
+            assert store.num_slots == 2 + 3
+        drive.fail_write = None
+        store.flush()
+        assert store.num_slots == 2
+        store.evict(range(6))
+        assert store.slots.lent_bytes == 0
+        assert mapped_bytes(store) <= 2 * NBYTES
+        assert_all_hold(store, range(3), 3)
+
+
+def test_the_other_directory_takes_over(drive, tmp_path):
+    (tmp_path / "other").mkdir()
+    drive.fail_write = always(enospc)
+    with store_on((drive, tmp_path), (Drive(tmp_path / "other"), tmp_path / "other")) as store:
+        for value in (1, 2):
+            put_all(store, range(6), value)
+        store.flush()
+        assert store.take_warning() is None
+        assert set(store.paths) == {1}
+        assert store.num_slots == 2
+        store.assign([0] * 6)  # as if the rates said so
+        for index in range(6):
+            assert_holds(store, index, 2)
+            put(store, index, 3)
+        store.flush()
+        assert set(store.paths) == {1}
+        assert_all_hold(store, range(6), 3)
+
+
+def test_a_write_that_fails_while_directories_close_kills_no_worker(drive, tmp_path, monkeypatch):
+    """The directory that would take over has closed already."""
+    died = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    (tmp_path / "other").mkdir()
+    drive.fail_write = always(eio)
+    with store_on((drive, tmp_path), (Drive(tmp_path / "other"), tmp_path / "other")) as store:
+        store.prefetch([])
+        drive.may_move.clear()
+        put(store, 0, 1)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while drive.num_writes == 0 and store.tiers[0]._writes._num_active == 0:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        store.tiers[1].close()
+        drive.may_move.set()
+        store.tiers[0].close()
+        within_patience(store.wait_for_writes)
+        assert store.in_memory() == [0]
+    assert not died
+
+
+def test_a_read_that_fails_is_told_to_who_takes_it_and_to_nobody_later(drive, tmp_path):
+    """Also where it was read ahead of time, and states have been replaced since."""
+    with store_on((drive, tmp_path), num_slots=4) as store:
+        put_all(store, range(6), 1)
+        store.flush()
+        store.evict(range(6))
+        drive.fail_read = always(eio)
+        store.prefetch(range(6))
+        with pytest.raises(StorageError, match="injected") as caught:
+            store.take(0)
+        assert caught.value.__notes__ == ["This was a read of the optimizer states of subgroup 0."]
+        drive.fail_read = None
+        for index in range(6):
+            store.forget(index)
+            put(store, index, 7)
+        assert_all_hold(store, range(6), 7)
+        store.flush()
+        assert used_bytes(store) == 6 * NBYTES
+
+
+def test_no_memory_for_a_read_is_an_error_not_a_hang(drive, tmp_path, monkeypatch):
+    """The read begins in a worker, as soon as a write has freed memory."""
+    with store_on((drive, tmp_path)) as store:
+        put(store, 0, 1)
+        store.flush()
+        store.evict([0])
+        put(store, 1, 1, keep=True)
+        put(store, 2, 1, keep=True)
+        drive.may_move.clear()
+        store.evict([1])
+        store.prefetch([0])
+
+        def refuse(nbytes):
+            raise MemoryError("injected: no memory")
+
+        monkeypatch.setattr(store.slots, "take", refuse)
+        drive.may_move.set()
+        with pytest.raises(MemoryError, match="injected"):
+            within_patience(lambda: store.take(0))
+        monkeypatch.undo()
+        assert_holds(store, 0, 1)
+        put(store, 3, 4)
+        store.flush()
+
+
+class Tier:
+    def __init__(self):
+        self.freed = []
+
+    def free(self, stored):
+        self.freed.append(stored)
+
+
+def test_what_another_one_holds_stays():
+    tier, returned = Tier(), DeferredReleases()
+    copy = StoredCopy(tier, "shared")
+    copy.num_holders += 1
+    for freed in ([], ["shared"]):
+        returned.watch(CopyPin(), [copy])  # dies at once
+        returned.give_back()
+        assert tier.freed == freed
+
+
+def test_no_note_is_lost_wherever_holders_die():
+    tier, returned = Tier(), DeferredReleases()
+    holds = [CopyPin() for _ in range(2000)]
+    for number, hold in enumerate(holds):
+        returned.watch(hold, [StoredCopy(tier, number)])
+    del hold
+
+    def work(first):
+        for number in range(first, first + 500):
+            holds[number] = None
+            if first == 0:  # the owner, who has the lock
+                returned.give_back()
+
+    at_once(*(partial(work, 500 * thread) for thread in range(4)))
+    returned.give_back()
+    assert sorted(tier.freed) == list(range(2000))

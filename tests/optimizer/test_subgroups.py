@@ -1,12 +1,14 @@
 """Cutting optimizer states into subgroups, and their order."""
 
-from __future__ import annotations
-
+import math
+from fractions import Fraction
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_ssd.optimizer.step.path_assignment import assign_paths, half_duplex_rate, rebalance_paths
 from lightning_ssd.optimizer.step.subgroups import GRANULE, ParameterSize, Part, make_subgroups, visit_order
 
 laws = settings(derandomize=True, deadline=None, max_examples=150, database=None)
@@ -23,32 +25,24 @@ parameter_sizes = st.builds(ParameterSize, lengths, states, st.booleans())
 limits = st.one_of(st.integers(1, 100), st.integers(1, 100 * GRANULE))
 
 
-def sliceable(*lengths: int, state: int = 12) -> list[ParameterSize]:
+def sliceable(*lengths, state=12):
     return [ParameterSize(length, state, True) for length in lengths]
 
 
-def whole(*lengths: int, state: int = 12) -> list[ParameterSize]:
-    return [ParameterSize(length, state, False) for length in lengths]
-
-
-def nbytes(group: list[Part], sizes: list[ParameterSize]) -> int:
+def nbytes(group, sizes):
     return sum(part.num_elements * sizes[part.parameter].bytes_per_element for part in group)
 
 
-def real_limit(sizes: list[ParameterSize], max_bytes: int) -> int:
-    """``max_bytes``, but at least a granule of what is sliceable."""
+def real_limit(sizes, max_bytes):
     return max([max_bytes, *(min(s.num_elements, GRANULE) * s.bytes_per_element for s in sizes if s.sliceable)])
 
 
-def is_oversized(group: list[Part], sizes: list[ParameterSize], limit: int) -> bool:
+def is_oversized(group, sizes, limit):
     return len(group) == 1 and not sizes[group[0].parameter].sliceable and nbytes(group, sizes) > limit
 
 
 class TestCutting:
-    def test_nothing(self) -> None:
-        assert make_subgroups([], 1) == []
-
-    def test_by_hand(self) -> None:
+    def test_by_hand(self):
         groups = make_subgroups(sliceable(9 * GRANULE, state=1), 4 * GRANULE)
         # 4, 4, 1 would be as few, but take more memory.
         assert groups == [
@@ -57,25 +51,9 @@ class TestCutting:
             [Part(0, 6 * GRANULE, 9 * GRANULE)],
         ]
 
-    def test_small_parameters_share_and_are_not_cut(self) -> None:
-        assert make_subgroups(sliceable(5, 0, 7), 1000) == [[Part(0, 0, 5), Part(1, 0, 0), Part(2, 0, 7)]]
-        groups = make_subgroups(sliceable(*[1000] * 9), 12 * 4000)  # so that four fit
-        assert [len(group) for group in groups] == [3, 3, 3]
-
-    def test_what_must_stay_whole_and_is_too_large_is_alone(self) -> None:
-        groups = make_subgroups(sliceable(3) + whole(900) + sliceable(0, 4), 100)
-        assert [[part.parameter for part in group] for group in groups] == [[0], [1], [2, 3]]
-
-    def test_a_limit_below_a_granule_counts_as_one(self) -> None:
-        groups = make_subgroups(sliceable(2 * GRANULE + 1), 1)
-        assert [group[0].num_elements for group in groups] == [GRANULE, GRANULE, 1]
-
-    def test_parameters_without_state_do_no_harm(self) -> None:
-        assert make_subgroups(sliceable(10 * GRANULE, state=0), 1) == [[Part(0, 0, 10 * GRANULE)]]
-
     @given(st.lists(parameter_sizes, max_size=8), limits)
     @laws
-    def test_each_element_is_in_one_part_in_order(self, sizes: list[ParameterSize], max_bytes: int) -> None:
+    def test_each_element_is_in_one_part_in_order(self, sizes, max_bytes):
         parts = [part for group in make_subgroups(sizes, max_bytes) for part in group]
         found = [[part for part in parts if part.parameter == index] for index in range(len(sizes))]
         assert parts == [part for pieces in found for part in pieces], "not in the order of parameters"
@@ -95,7 +73,7 @@ class TestCutting:
         )
     )
     @settings(laws, max_examples=500)
-    def test_bytes_are_bounded_and_subgroups_few(self, case: tuple[list[ParameterSize], int]) -> None:
+    def test_bytes_are_bounded_and_subgroups_few(self, case):
         sizes, max_bytes = case
         groups, limit = make_subgroups(sizes, max_bytes), real_limit(sizes, max_bytes)
         assert all(groups), "an empty subgroup"
@@ -107,13 +85,13 @@ class TestCutting:
 
     @given(st.lists(lengths, min_size=1, max_size=8), states, st.integers(1, 60))
     @laws
-    def test_none_is_larger_than_need_be(self, lengths: list[int], state: int, granules: int) -> None:
+    def test_none_is_larger_than_need_be(self, lengths, state, granules):
         sizes = sliceable(*lengths, state=state)
         groups = make_subgroups(sizes, max(granules * GRANULE * state, 1))
         share = sum(nbytes(group, sizes) for group in groups) / len(groups)
         assert max(nbytes(group, sizes) for group in groups) <= share + GRANULE * state
 
-    def test_no_rest_is_left_for_the_last(self) -> None:
+    def test_no_rest_is_left_for_the_last(self):
         """Filled to the brim, the last of these would hold a hundredth."""
         sizes = sliceable(*[1000 * GRANULE] * 7)
         groups = make_subgroups(sizes, 12 * GRANULE * 999)
@@ -123,7 +101,7 @@ class TestCutting:
 
 
 class TestOrder:
-    def test_by_hand(self) -> None:
+    def test_by_hand(self):
         assert visit_order(3, 0) == [0, 1, 2]
         assert visit_order(3, 1) == [2, 1, 0]
         assert visit_order(4, 0, first=1) == [1, 2, 3, 0]
@@ -133,7 +111,114 @@ class TestOrder:
 
     @given(st.integers(1, 50), st.integers(0, 9), st.integers(0, 99))
     @laws
-    def test_what_was_last_is_first(self, num: int, step: int, first: int) -> None:
+    def test_what_was_last_is_first(self, num, step, first):
         now, then = visit_order(num, step, first), visit_order(num, step + 1, first)
         assert then == now[::-1]
         assert sorted(now) == [*range(num)]
+
+
+rate_lists = st.lists(
+    st.one_of(st.just(0.0), st.floats(1e-3, 1e11), st.integers(1, 9).map(float)), min_size=1, max_size=6
+)
+
+
+class TestRate:
+    def test_by_hand(self):
+        assert half_duplex_rate(3.0, 6.0) == pytest.approx(2.0)
+        assert half_duplex_rate(0.0, 6.0) == half_duplex_rate(6.0, 0.0) == half_duplex_rate(0.0, 0.0) == 0
+
+    @given(st.floats(1, 1e12), st.floats(1, 1e12))
+    @laws
+    def test_it_is_the_time_for_both(self, write, read):
+        rate = half_duplex_rate(write, read)
+        assert 1 / rate == pytest.approx(1 / write + 1 / read)
+        assert rate < min(write, read)
+
+
+def counts_of(paths, num_paths):
+    assert set(paths) <= set(range(num_paths))
+    return [paths.count(path) for path in range(num_paths)]
+
+
+def slowest(counts, rates):
+    used = [
+        (count, rate) for count, rate in zip(counts, rates if any(rates) else [1.0] * len(rates), strict=True) if count
+    ]
+    return max((count / rate if rate else math.inf for count, rate in used), default=0.0)
+
+
+class TestAssign:
+    def test_by_hand(self):
+        assert assign_paths(5, [3.0, 2.0]) == (0, 1, 0, 0, 1)
+        assert assign_paths(6, [2.0, 1.0, 0.0]) == (0, 0, 1, 0, 0, 1)
+        assert assign_paths(4, [0.0, 0.0]) == (0, 1, 0, 1)
+        assert assign_paths(0, [1.0]) == ()
+
+    @given(st.integers(0, 200), rate_lists)
+    @laws
+    def test_no_path_has_so_many_that_another_one_would_be_done_sooner(self, num, rates):
+        """So no other counts take less time: some path would have to take one more."""
+        counts = counts_of(assign_paths(num, rates), len(rates))
+        assert sum(counts) == num
+        known = rates if any(rates) else [1.0] * len(rates)
+        with_one_more = [(count + 1) / rate if rate else math.inf for count, rate in zip(counts, known, strict=True)]
+        assert slowest(counts, rates) <= min(with_one_more) or num == 0
+
+    @given(st.integers(1, 120), rate_lists, st.data())
+    @laws
+    def test_each_window_has_about_its_share_of_each_path(self, num, rates, data):
+        paths = assign_paths(num, rates)
+        start = data.draw(st.integers(0, num))
+        window = paths[start : data.draw(st.integers(start, num))]
+        bound = 1 + sum(Fraction(1, k) for k in range(1, len(rates) + 1))
+        for path, count in enumerate(counts_of(paths, len(rates))):
+            assert abs(window.count(path) - Fraction(len(window) * count, num)) < bound
+
+    @given(st.integers(1, 60), st.floats(1, 100), st.floats(1, 100))
+    @laws
+    def test_the_rarer_of_two_paths_has_no_neighbour(self, num, first, second):
+        paths = assign_paths(num, [first, second])
+        rarer = int(second < first) if first != second else 1
+        assert not any(left == right == rarer for left, right in pairwise(paths))
+
+
+class TestRebalance:
+    def test_by_hand(self):
+        # The second path has become three times as fast: 2 and 6 would be right.
+        now = assign_paths(8, [1.0, 1.0])
+        assert counts_of(now, 2) == [4, 4]
+        some = rebalance_paths(now, [1.0, 3.0], max_moves=1)
+        assert counts_of(some, 2) == [3, 5]
+        assert counts_of(rebalance_paths(some, [1.0, 3.0], max_moves=9), 2) == [2, 6]
+
+    def test_small_changes_of_rate_move_nothing(self):
+        now = assign_paths(100, [1.0, 1.0])
+        assert rebalance_paths(now, [1.0, 1.05], max_moves=9) == now
+        assert rebalance_paths(now, [1.0, 1.3], max_moves=9) != now
+
+    def test_what_is_moved_keeps_its_distance(self):
+        assert rebalance_paths((1, 0, 0, 0, 0, 0), [1.0, 1.0], max_moves=1) == (1, 0, 0, 0, 0, 1)
+        assert rebalance_paths((1, 0, 0, 0, 0, 0, 1), [1.0, 1.0], max_moves=1) == (1, 0, 0, 1, 0, 0, 1)
+
+    @given(st.integers(0, 40), rate_lists, rate_lists, st.integers(1, 40))
+    @laws
+    def test_it_comes_to_rest_at_counts_as_good_as_wanted(self, num, before, rates, max_moves):
+        paths = assign_paths(num, (before * len(rates))[: len(rates)])
+        wanted_s = slowest(counts_of(assign_paths(num, rates), len(rates)), rates)
+        for _ in range(num + 1):
+            new = rebalance_paths(paths, rates, max_moves=max_moves)
+            assert sum(a != b for a, b in zip(paths, new, strict=True)) <= max_moves
+            counts = counts_of(new, len(rates))
+            assert slowest(counts, rates) <= slowest(counts_of(paths, len(rates)), rates)
+            if new == paths:
+                break
+            paths = new
+        else:
+            pytest.fail("never at rest")
+        assert slowest(counts, rates) * (1 - 0.05) <= wanted_s * (1 + 1e-12)
+
+    @given(st.integers(0, 40), rate_lists, st.integers(0, 9))
+    @laws
+    def test_what_was_assigned_stays(self, num, rates, max_moves):
+        paths = assign_paths(num, rates)
+        assert rebalance_paths(paths, rates, max_moves=max_moves) == paths

@@ -2,11 +2,8 @@
 ``close()``.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,14 +26,14 @@ class Opaque(torch.Tensor):
     q: torch.Tensor
 
     @staticmethod
-    def __new__(cls, q: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+    def __new__(cls, q):
+        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.float32)
 
-    def __init__(self, q: torch.Tensor) -> None:
+    def __init__(self, q):
         self.q = q
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].q)
         raise NotImplementedError(f"{cls.__name__}: {func}")
@@ -49,29 +46,29 @@ class Quantized(torch.Tensor):
     scale: torch.Tensor
 
     @staticmethod
-    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
 
-    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    def __init__(self, codes, scale):
         self.codes, self.scale = codes, scale
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
+    def __tensor_flatten__(self):
         return ["codes", "scale"], None
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Quantized:
+    def __tensor_unflatten__(cls, inner, *_):
         return cls(inner["codes"], inner["scale"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].codes, args[0].scale)
         raise NotImplementedError(f"{cls.__name__}: {func}")
 
-    def float(self) -> torch.Tensor:  # type: ignore[override]
+    def float(self):
         return self.codes.to(torch.float32) * self.scale
 
-    def add_to(self, gradient: torch.Tensor) -> torch.Tensor:
+    def add_to(self, gradient):
         whole = self.float().mul_(0.9).add_(gradient)
         self.scale.copy_(whole.abs().amax().clamp(min=1e-8) / 127)
         self.codes.copy_((whole / self.scale).round())
@@ -79,36 +76,32 @@ class Quantized(torch.Tensor):
 
 
 class Guarded:
-    """An object that refuses to be copied."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo):
         raise RuntimeError("not to be copied")
 
-    __copy__ = __reduce_ex__ = __deepcopy__  # type: ignore[assignment]
+    __copy__ = __reduce_ex__ = __deepcopy__
 
 
 class Owner:
-    """An object that refers to the parameter itself."""
-
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter):
         self.parameter = parameter
 
 
-def _marked() -> torch.Tensor:
+def _marked():
     tensor = torch.zeros(2000)
-    tensor.lock = threading.Lock()  # type: ignore[attr-defined]
+    tensor.lock = threading.Lock()
     return tensor
 
 
-def _with_history() -> torch.Tensor:
+def _with_history():
     with torch.enable_grad():
         return torch.zeros(3000, requires_grad=True) * 2
 
 
-VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
+VALUES = {
     "generator": lambda p: torch.Generator().manual_seed(p.numel()),
     "tensor without clone": lambda p: Opaque(torch.zeros(p.shape, dtype=torch.bfloat16)),
     "tensor of tensors": lambda p: Quantized(torch.zeros(p.shape, dtype=torch.int8), torch.ones(())),
@@ -126,11 +119,11 @@ class Keeps(Optimizer):
 
     value: Callable[[torch.Tensor], Any]
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,13 +141,13 @@ class Keeps(Optimizer):
                 self._use(p, state["value"])
         return loss
 
-    def _use(self, p: torch.Tensor, value: Any) -> None:
+    def _use(self, p, value):
         if isinstance(value, torch.Generator):
             p.add_(torch.rand(p.shape, generator=value))
         elif isinstance(value, Opaque):
-            p.sub_(value.q.lerp_(p.grad.bfloat16(), 0.1).float(), alpha=0.1)  # type: ignore[union-attr]
+            p.sub_(value.q.lerp_(p.grad.bfloat16(), 0.1).float(), alpha=0.1)
         elif isinstance(value, Quantized):
-            p.sub_(value.add_to(p.grad), alpha=0.1)  # type: ignore[arg-type]
+            p.sub_(value.add_to(p.grad), alpha=0.1)
         elif isinstance(value, Guarded):
             value.count += 1
             p.mul_(1 - 0.1 / value.count)
@@ -164,7 +157,7 @@ class Keeps(Optimizer):
             p.add_(value.add_(1)[0])
 
 
-def keeps(kind: str) -> type[Keeps]:
+def keeps(kind):
     return type("Keeps", (Keeps,), {"value": staticmethod(VALUES[kind])})
 
 
@@ -173,8 +166,7 @@ ONE = ((128, 150),)
 SEVERAL = ((128, 150),) * 10
 
 
-def assert_as_plain(mine: dict[str, Any], plain: dict[str, Any], live: Any, kind: str) -> None:
-    """The same tensors; what cannot be compared is what the optimizer has."""
+def assert_as_plain(mine, plain, live, kind):
     assert mine["param_groups"] == plain["param_groups"]
     assert list(mine["state"]) == list(plain["state"])
     for number, state in plain["state"].items():
@@ -198,7 +190,7 @@ def assert_as_plain(mine: dict[str, Any], plain: dict[str, Any], live: Any, kind
 KEPT = [kind for kind in VALUES if kind != "parameter"]
 
 
-def test_a_state_that_is_the_parameter_is_refused(spill_dir: Path) -> None:
+def test_a_state_that_is_the_parameter_is_refused(spill_dir):
     pair = Pair(keeps("parameter"), SEVERAL)
     with pytest.raises(ConfigError, match=r"Keeps.* its states share memory"), wrapped(pair.inner, spill_dir):
         pass
@@ -207,7 +199,7 @@ def test_a_state_that_is_the_parameter_is_refused(spill_dir: Path) -> None:
 
 @pytest.mark.parametrize("shapes", [ONE, SEVERAL], ids=["one call", "several"])
 @pytest.mark.parametrize("kind", KEPT)
-def test_a_training_with_such_states(kind: str, shapes: Any, spill_dir: Path) -> None:
+def test_a_training_with_such_states(kind, shapes, spill_dir):
     with offloaded_pair(keeps(kind), spill_dir, shapes) as (pair, optimizer):
         for _ in range(3):
             pair.step(optimizer)
@@ -224,7 +216,7 @@ def test_a_training_with_such_states(kind: str, shapes: Any, spill_dir: Path) ->
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_users_add_such_states_to_an_optimizer_whose_parameters_are_cut(kind: str, spill_dir: Path) -> None:
+def test_users_add_such_states_to_an_optimizer_whose_parameters_are_cut(kind, spill_dir):
     pair = Pair(adamw, ((128, 150), (600, 200)))
     pair.step(pair.inner)
     both = (pair.mine, pair.plain)
@@ -247,7 +239,7 @@ def test_users_add_such_states_to_an_optimizer_whose_parameters_are_cut(kind: st
 
 
 @pytest.mark.parametrize("kind", ["generator", "tensor of tensors", "object", "owner", "marked tensor"])
-def test_a_load_gives_objects_and_copies_tensors(kind: str, spill_dir: Path) -> None:
+def test_a_load_gives_objects_and_copies_tensors(kind, spill_dir):
     with offloaded_pair(keeps(kind), spill_dir, steps=2) as (pair, optimizer):
         saved, plain = optimizer.state_dict(), pair.twin.state_dict()
         optimizer.load_state_dict(saved)
@@ -259,14 +251,12 @@ def test_a_load_gives_objects_and_copies_tensors(kind: str, spill_dir: Path) -> 
 
 
 @pytest.mark.parametrize("shapes", [SEVERAL, ((600, 200),) * 2], ids=["whole", "cut"])
-def test_closing_hands_back_all_but_what_cannot_be_mapped(
-    shapes: Any, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_hands_back_all_but_what_cannot_be_mapped(shapes, spill_dir, monkeypatch):
     pair = Pair(adamw, shapes)
-    calls: list[int] = []
+    calls = []
     show = FileView.show
 
-    def fail_once(view: FileView, *args: Any, **kwargs: Any) -> None:
+    def fail_once(view, *args, **kwargs):
         calls.append(1)
         if len(calls) == 1:
             raise MemoryError("no more mappings")
@@ -288,11 +278,11 @@ def test_closing_hands_back_all_but_what_cannot_be_mapped(
 
 
 class Fits(Net):
-    def configure_optimizers(self) -> Optimizer:
+    def configure_optimizers(self):
         return keeps("tensor of tensors")(self.parameters())
 
 
-def test_checkpoints_of_the_trainer(spill_dir: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_the_trainer(spill_dir, tmp_path):
     policy = OffloadPolicy(activations="keep", optimizer_states="offload", per_parameter_optimizers="Keeps")
     hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True)
     saved = []
@@ -310,7 +300,7 @@ def test_checkpoints_of_the_trainer(spill_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KEPT)
-def test_an_optimizer_that_has_such_states_when_it_is_wrapped(kind: str, spill_dir: Path) -> None:
+def test_an_optimizer_that_has_such_states_when_it_is_wrapped(kind, spill_dir):
     """Those that cannot be copied cannot be tried on copies, either."""
     pair = Pair(keeps(kind), SEVERAL)
     pair.step(pair.inner)
@@ -322,7 +312,7 @@ def test_an_optimizer_that_has_such_states_when_it_is_wrapped(kind: str, spill_d
 
 
 @pytest.mark.parametrize("make", [threading.Lock, lambda: Opaque(torch.zeros(4, dtype=torch.bfloat16))])
-def test_an_option_that_cannot_be_copied_is_given_as_it_is(make: Callable[[], Any], spill_dir: Path) -> None:
+def test_an_option_that_cannot_be_copied_is_given_as_it_is(make, spill_dir):
     pair = Pair(adamw, SEVERAL)
     option = make()
     pair.inner.param_groups[0]["extra"] = option
@@ -334,7 +324,7 @@ def test_an_option_that_cannot_be_copied_is_given_as_it_is(make: Callable[[], An
 
 
 @pytest.mark.parametrize("kind", ["tensor of tensors", "marked tensor"])
-def test_tensors_of_a_state_dict_stay_what_they_are(kind: str, spill_dir: Path) -> None:
+def test_tensors_of_a_state_dict_stay_what_they_are(kind, spill_dir):
     with offloaded_pair(keeps(kind), spill_dir, steps=1) as (pair, optimizer):
         saved = optimizer.state_dict()["state"]
         expected = {number: [value.float().clone() for value in state.values()] for number, state in saved.items()}
@@ -343,8 +333,8 @@ def test_tensors_of_a_state_dict_stay_what_they_are(kind: str, spill_dir: Path) 
             assert all(map(torch.equal, [value.float() for value in state.values()], expected[number]))
 
 
-def test_wrapped_tensors_that_two_parameters_share_are_refused(spill_dir: Path) -> None:
-    codes: dict[torch.Size, torch.Tensor] = {}
+def test_wrapped_tensors_that_two_parameters_share_are_refused(spill_dir):
+    codes = {}
 
     class Shares(Keeps):
         value = staticmethod(
