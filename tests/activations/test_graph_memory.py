@@ -1,15 +1,11 @@
 """What the compiler's CUDA graphs own stays. A CPU has none: the compiler's word is spoken by the test."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,20 +17,20 @@ CUDA = torch.device("cuda", 1)
 
 
 class Node:
-    def __init__(self, *addresses: int) -> None:
+    def __init__(self, *addresses):
         self.addresses = addresses
         self.num_asked = 0
 
-    def path_live_weakrefs(self) -> Iterator[Any]:
+    def path_live_weakrefs(self):
         self.num_asked += 1
         return iter([SimpleNamespace(data_ptr=lambda address=address: address) for address in self.addresses])
 
 
-def trees(monkeypatch: pytest.MonkeyPatch, node: object, *, index: int = 1, modes: Iterable[str] = ("FORWARD",)) -> Any:
+def trees(monkeypatch, node, *, index=1, modes=("FORWARD",)):
     numbered = {number: SimpleNamespace(name=name) for number, name in enumerate(modes)}
     manager = SimpleNamespace(current_node=node, id_to_mode=numbered)
 
-    def get_manager(device_index: int, create_if_none_exists: bool = True) -> Any:
+    def get_manager(device_index, create_if_none_exists=True):
         assert not create_if_none_exists
         return manager if device_index == index else None
 
@@ -42,7 +38,7 @@ def trees(monkeypatch: pytest.MonkeyPatch, node: object, *, index: int = 1, mode
     return manager
 
 
-def test_what_a_graph_has_made_is_known_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_graph_has_made_is_known_by_address(monkeypatch):
     node = Node(64, 128)
     trees(monkeypatch, node)
     memory = GraphMemory(CUDA)
@@ -52,7 +48,7 @@ def test_what_a_graph_has_made_is_known_by_address(monkeypatch: pytest.MonkeyPat
     assert [memory.holds(address) for address in (64, 96)] == [False, True]
 
 
-def test_where_there_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_graphs(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
     assert not GraphMemory(CUDA).holds(64)
     trees(monkeypatch, Node(64), index=0)
@@ -61,12 +57,12 @@ def test_where_there_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not GraphMemory(CUDA).holds(64), "none has run yet"
 
 
-def test_another_word_of_the_compilers_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_word_of_the_compilers_keeps_everything(monkeypatch):
     trees(monkeypatch, object())
     assert GraphMemory(CUDA).holds(64)
 
 
-def test_the_word_is_still_the_compilers() -> None:
+def test_the_word_is_still_the_compilers():
     """Read, not imported: on a CPU the import does no harm, but takes seconds."""
     source = (Path(inspect.getfile(torch)).parent / "_inductor" / "cudagraph_trees.py").read_text()
     assert "def get_manager(\n    device_index: int, create_if_none_exists: bool = True" in source
@@ -77,7 +73,7 @@ def test_the_word_is_still_the_compilers() -> None:
     assert "BACKWARD = auto()" in source
 
 
-def test_it_is_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_kept_and_counted(tmp_path, monkeypatch):
     x = torch.rand(64, 64, requires_grad=True)
     with open_offloader(tmp_path, Setup(min_tensor_bytes=0)) as offloader:
         with offloader.saved_tensors():
@@ -91,7 +87,7 @@ def test_it_is_kept_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         loss.backward()
 
 
-def test_graphs_that_train_want_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_train_want_no_hooks(monkeypatch):
     memory = GraphMemory(CUDA)
     assert not memory.wants_no_hooks
     trees(monkeypatch, Node(64))
@@ -103,14 +99,14 @@ def test_graphs_that_train_want_no_hooks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not GraphMemory(torch.device("cpu")).wants_no_hooks
 
 
-def test_another_word_of_the_compilers_wants_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_word_of_the_compilers_wants_none_either(monkeypatch):
     monkeypatch.setitem(
         sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=lambda *_, **__: object())
     )
     assert GraphMemory(CUDA).wants_no_hooks
 
 
-def test_a_node_of_graphs_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_of_graphs_is_not_held(monkeypatch):
     """It holds their memory, which goes with ``torch.compiler.reset()``."""
     node = Node(64)
     manager = trees(monkeypatch, node)
@@ -130,15 +126,13 @@ _KINDS = (
 
 
 @pytest.mark.parametrize(("setup", "signature"), list(zip(_KINDS, (None, "batch", "batch"), strict=True)))
-def test_passes_of_graphs_run_as_without_us(
-    signature: str | None, setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_of_graphs_run_as_without_us(signature, setup, tmp_path, monkeypatch):
     """From the second one on. The first one has hooks, since nobody knows yet."""
     plain, mine = (torch.nn.Linear(64, 64) for _ in range(2))
     mine.load_state_dict(plain.state_dict())
     with open_offloader(tmp_path, setup) as offloader:
         monkeypatch.setattr(offloader._opened().graph_memory, "_device", CUDA)
-        said: list[str] = []
+        said = []
         for step in range(5):
             x = torch.rand(32, 64, generator=torch.Generator().manual_seed(step))
             with warnings.catch_warnings(record=True) as caught:
@@ -149,8 +143,7 @@ def test_passes_of_graphs_run_as_without_us(
             loss.backward()
             offloader.end_backward()
             plain(x).sin().exp().square().sum().backward()
-            assert mine.weight.grad is not None
-            assert torch.equal(mine.weight.grad, plain.weight.grad)  # type: ignore[arg-type]
+            assert torch.equal(mine.weight.grad, plain.weight.grad)
             if step == 0:
                 num_saved = offloader.stats.num_saved
                 assert num_saved > 0

@@ -1,38 +1,32 @@
 """What a ``Function`` was given dies when the ``Function`` lets go of it, unless it may become a leaf's gradient."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.tensors import StorageKey
-from tests.support.late import LateCopies, LateMark
+from tests.support.late import LateCopies
 
 
 class _Stopped(LateCopies):
     """A device that computes nothing before it is let: whatever is saved stays, and is handed over as it is."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(seed=0, max_delay_s=0.0)
         self.may_go_on = threading.Event()
 
-    def mark(self) -> LateMark:
+    def mark(self):
         return self._queue("compute", self._wait)
 
-    def _wait(self) -> None:
+    def _wait(self):
         self.may_go_on.wait()
 
 
 @pytest.fixture
-def offloader(tmp_path: Path) -> Iterator[Offloader]:
+def offloader(tmp_path):
     policy = OffloadPolicy(activations="offload", min_tensor_bytes=1)
     copies = _Stopped()
     opened = Offloader(policy=policy, hardware=HardwareProfile(paths=[tmp_path], host_memory=0), _copies=copies)
@@ -49,14 +43,14 @@ class _Wide(torch.autograd.Function):
     left: list[int] = []  # noqa: RUF012
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         wide = x.repeat(1, 4).exp()
         _Wide.keys.append(StorageKey(wide.untyped_storage()))
         ctx.save_for_backward(wide)
         return wide[:, : x.shape[1]] + wide[:, -x.shape[1] :]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         (wide,) = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()
         gradient = (gradient.repeat(1, 4) * wide)[:, : gradient.shape[1]].clone()
@@ -65,8 +59,7 @@ class _Wide(torch.autograd.Function):
         return gradient
 
 
-def _left(forward: Callable[[], AbstractContextManager[None]]) -> list[int]:
-    """How many of the saved tensors of three Functions are alive when each of these has let go of its own."""
+def _left(forward):
     _Wide.keys.clear()
     _Wide.left.clear()
     x = torch.rand(64, 32, requires_grad=True)
@@ -76,27 +69,25 @@ def _left(forward: Callable[[], AbstractContextManager[None]]) -> list[int]:
     return list(_Wide.left)
 
 
-def test_what_a_function_was_given_dies_as_without_hooks(offloader: Offloader) -> None:
+def test_what_a_function_was_given_dies_as_without_hooks(offloader):
     assert _left(nullcontext) == [2, 1, 0]
     assert _left(offloader.saved_tensors) == [2, 1, 0]
 
 
 class _GivesSaved(torch.autograd.Function):
-    """Its backward returns what it has saved."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx, x, gradient):
         ctx.save_for_backward(gradient)
         return x.sum()
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, _):
         return (*ctx.saved_tensors, None)
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_held_when_the_backward_is_over(offloader: Offloader, retain_graph: bool, fails: bool) -> None:
+def test_nothing_is_held_when_the_backward_is_over(offloader, retain_graph, fails):
     """Also where nobody tells us, and the graph lives on."""
     given = torch.rand(64, 32)
     key = StorageKey(given.untyped_storage())
@@ -110,12 +101,12 @@ def test_nothing_is_held_when_the_backward_is_over(offloader: Offloader, retain_
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         loss.backward(retain_graph=retain_graph)
     x.grad = None
-    assert all(held() is None or not held().given for held in offloader._opened().handed_out.held.values())  # type: ignore[union-attr]
+    assert all(held() is None or not held().given for held in offloader._opened().handed_out.held.values())
     del loss, before
     assert not key.alive()
 
 
-def test_the_end_of_one_backward_leaves_another_one_alone(offloader: Offloader) -> None:
+def test_the_end_of_one_backward_leaves_another_one_alone(offloader):
     """A thread ends its backward where one of another has got past all that it has saved, and not to its leaves."""
     leaf, batch = torch.rand(64, 32, requires_grad=True), torch.rand(64, 32)
     expected = batch.clone()
@@ -123,34 +114,31 @@ def test_the_end_of_one_backward_leaves_another_one_alone(offloader: Offloader) 
         between = leaf + 1
         loss = _GivesSaved.apply(between, batch)
 
-    def other_ends(gradient: Tensor) -> None:
+    def other_ends(gradient):
         thread = threading.Thread(target=offloader.end_backward)
         thread.start()
         thread.join()
 
-    between.grad_fn.register_prehook(lambda gradients: other_ends(gradients[0]))  # type: ignore[union-attr]
+    between.grad_fn.register_prehook(lambda gradients: other_ends(gradients[0]))
     loss.backward()
-    assert leaf.grad is not None
     leaf.grad.zero_()
     assert torch.equal(batch, expected)
 
 
 class ReturnsWhatItSaved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx, weight, x):
         ctx.save_for_backward(x)
         return (weight * x).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx, gradient):
         return ctx.saved_tensors[0], None
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 @pytest.mark.parametrize("min_tensor_bytes", [1, 1 << 30])
-def test_two_leaves_get_gradients_of_their_own_from_one_intermediate_result(
-    activations: Any, min_tensor_bytes: int, tmp_path: Path
-) -> None:
+def test_two_leaves_get_gradients_of_their_own_from_one_intermediate_result(activations, min_tensor_bytes, tmp_path):
     """Autograd makes a tensor of its own from what a hook returns for it, and takes that for a leaf's gradient."""
     policy = OffloadPolicy(activations=activations, min_tensor_bytes=min_tensor_bytes)
     first, second = (torch.zeros(4096, requires_grad=True) for _ in range(2))
@@ -160,8 +148,6 @@ def test_two_leaves_get_gradients_of_their_own_from_one_intermediate_result(
             loss = ReturnsWhatItSaved.apply(first, x) + ReturnsWhatItSaved.apply(second, x)
         loss.backward()
         offloader.end_backward()
-    assert first.grad is not None
-    assert second.grad is not None
     assert first.grad.data_ptr() not in (second.grad.data_ptr(), x.data_ptr())
     assert torch.equal(first.grad, torch.arange(4096.0))
     torch.nn.utils.clip_grad_norm_([first, second], 1.0)

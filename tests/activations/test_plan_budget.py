@@ -1,23 +1,21 @@
 """Training under plans with a budget: never over it, never stuck."""
 
-from __future__ import annotations
-
+import re
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.errors import BudgetError, OffloaderClosedError
+from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.tiers.copy_paths import HostMover
 from tests.parity.models import floats
 from tests.support.faults import always, eio, enospc
 from tests.support.helpers import (
     AUTO,
+    PLANNED,
     Raised,
     Session,
     Setup,
@@ -47,10 +45,10 @@ from tests.support.plan_trainings import (
 
 
 @pytest.mark.parametrize("budget", [SMALLEST, LARGE])
-def test_each_step_stays_under_the_budget(budget: int, tmp_path: Path) -> None:
-    peaks: list[int] = []
+def test_each_step_stays_under_the_budget(budget, tmp_path):
+    peaks = []
 
-    def look(step: int, session: Session) -> None:
+    def look(step, session):
         if session.offloader is not None:
             peaks.append(session.offloader.stats.resident_peak_bytes)
             session.offloader.reset_peaks()
@@ -69,11 +67,11 @@ def test_each_step_stays_under_the_budget(budget: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.002], ids=["fast", "slow"])
-def test_several_passes_share_the_budget(delay_s: float, tmp_path: Path) -> None:
+def test_several_passes_share_the_budget(delay_s, tmp_path):
     """A plan is made for a pass alone; two and three at a time have to do with the same memory."""
     budget = MIDDLE_BYTES
 
-    def program(session: Session) -> Any:
+    def program(session):
         model, seen = make_model(), []
         session.register(model)
         for step in range(12):
@@ -99,10 +97,8 @@ def test_several_passes_share_the_budget(delay_s: float, tmp_path: Path) -> None
         assert num_writes(offloader) == 0
 
 
-def one_tensor(steps: int) -> Callable[[Session], Any]:
-    """A training whose passes save a single tensor."""
-
-    def program(session: Session) -> Any:
+def one_tensor(steps):
+    def program(session):
         x, found = floats(0, ROWS, WIDTH).requires_grad_(), []
         for step in range(steps):
             with session.saved():
@@ -117,7 +113,7 @@ def one_tensor(steps: int) -> Callable[[Session], Any]:
 
 
 @pytest.mark.parametrize("spare_bytes", [-1, 0, 1])
-def test_a_budget_of_one_tensor(spare_bytes: int, tmp_path: Path) -> None:
+def test_a_budget_of_one_tensor(spare_bytes, tmp_path):
     """It is enough for a pass that saves one, to the byte."""
     nbytes = 4 * ROWS * WIDTH
     setup = Setup(activations="auto", activation_budget=nbytes + spare_bytes, drained=False, settled=True)
@@ -131,7 +127,7 @@ def test_a_budget_of_one_tensor(spare_bytes: int, tmp_path: Path) -> None:
         assert_identical(got, outcome(one_tensor(40), Session()))
 
 
-def test_an_impossible_budget_names_the_smallest_one_which_works(tmp_path: Path) -> None:
+def test_an_impossible_budget_names_the_smallest_one_which_works(tmp_path):
     setup = Setup(activations="auto", activation_budget=100_000, drained=False, settled=True)
     with open_offloader(tmp_path, setup) as offloader:
         got = outcome(trains(3), Session.of(offloader, setup))
@@ -146,11 +142,11 @@ def test_an_impossible_budget_names_the_smallest_one_which_works(tmp_path: Path)
         assert offloader.stats.resident_peak_bytes <= smallest
 
 
-def test_out_of_memory_while_a_limit_is_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_while_a_limit_is_in_force(tmp_path, monkeypatch):
     """Every third allocation fails once: what was brought up early goes, and the read is tried again."""
     allocate, calls = HostMover.allocate, [0]
 
-    def fails(self: HostMover, *args: Any) -> Any:
+    def fails(self, *args):
         calls[0] += 1
         if calls[0] % 3 == 0:
             raise MemoryError("injected")
@@ -178,12 +174,12 @@ def test_out_of_memory_while_a_limit_is_in_force(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("error", [enospc, eio], ids=["ENOSPC", "EIO"])
-def test_writes_fail_under_a_budget(error: Callable[[], BaseException], tmp_path: Path) -> None:
+def test_writes_fail_under_a_budget(error, tmp_path):
     """Nothing can make room: the tensors stay, with one warning, and the results are exact."""
     setup = Setup(activations="auto", activation_budget=SMALLEST, drained=False)
     expected = outcome(trains(6), Session())
 
-    def work() -> None:
+    def work():
         with warnings.catch_warnings(record=True) as caught, faulty(tmp_path, setup) as (offloader, backend):
             warnings.simplefilter("always")
             offloader.machine  # noqa: B018  the probe of a drive that still works
@@ -197,13 +193,13 @@ def test_writes_fail_under_a_budget(error: Callable[[], BaseException], tmp_path
     within(PATIENCE_S, work)
 
 
-def test_everything_is_held_by_the_user(tmp_path: Path) -> None:
+def test_everything_is_held_by_the_user(tmp_path):
     """Moving frees nothing then: pack goes on when all has been written, and says so by going over the budget."""
     setup = Setup(activations="auto", activation_budget=MIDDLE_BYTES, drained=False, settled=True)
 
-    told: list[BudgetError] = []
+    told = []
 
-    def program(session: Session) -> Any:
+    def program(session):
         held, x = [], floats(0, ROWS, WIDTH).requires_grad_()
         for _ in range(3):
             with session.saved():
@@ -221,7 +217,7 @@ def test_everything_is_held_by_the_user(tmp_path: Path) -> None:
                 told.append(error)
         return x.grad
 
-    def work() -> None:
+    def work():
         with open_offloader(tmp_path, setup) as offloader:
             assert_identical(outcome(program, Session.of(offloader, setup)), outcome(program, Session()))
             assert offloader.stats.resident_peak_bytes > MIDDLE_BYTES
@@ -231,17 +227,17 @@ def test_everything_is_held_by_the_user(tmp_path: Path) -> None:
     within(PATIENCE_S, work)
 
 
-def test_the_drive_hangs_for_a_while(tmp_path: Path) -> None:
+def test_the_drive_hangs_for_a_while(tmp_path):
     """Pack waits under a budget until the drive answers again, and no longer."""
     setup = Setup(activations="auto", activation_budget=SMALLEST, drained=False)
     answers = threading.Event()
 
-    def hang(_: int) -> None:
+    def hang(_):
         assert answers.wait(PATIENCE_S)
 
     expected = outcome(trains(3), Session())
 
-    def work() -> None:
+    def work():
         with faulty(tmp_path, setup) as (offloader, backend):
             offloader.machine  # noqa: B018  the probe must not hang
             backend.fail_write = hang
@@ -255,19 +251,19 @@ def test_the_drive_hangs_for_a_while(tmp_path: Path) -> None:
     within(PATIENCE_S, work)
 
 
-def test_closed_by_another_thread_while_pack_waits(tmp_path: Path) -> None:
+def test_closed_by_another_thread_while_pack_waits(tmp_path):
     setup = Setup(activations="auto", activation_budget=SMALLEST, drained=False)
     answers, waits = threading.Event(), threading.Event()
 
-    def hang(_: int) -> None:
+    def hang(_):
         waits.set()
         assert answers.wait(PATIENCE_S)
 
-    def work() -> None:
+    def work():
         with faulty(tmp_path, setup) as (offloader, backend):
             offloader.machine  # noqa: B018
             backend.fail_write = hang
-            ended: list[Any] = []
+            ended = []
             training = threading.Thread(target=lambda: ended.append(outcome(trains(1), Session(offloader))))
             training.start()
             assert waits.wait(PATIENCE_S)
@@ -282,16 +278,16 @@ def test_closed_by_another_thread_while_pack_waits(tmp_path: Path) -> None:
     within(PATIENCE_S, work)
 
 
-def test_without_a_budget_no_pack_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_budget_no_pack_waits(tmp_path, monkeypatch):
     """And a drive that is too slow gets little to do, instead of making training crawl."""
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise AssertionError("pack waits for room")
 
     monkeypatch.setattr(MemoryAccounting, "admit", refuse)
-    written: list[int] = []
+    written = []
 
-    def look(step: int, session: Session) -> None:
+    def look(step, session):
         if session.offloader is not None:
             session.offloader.flush()
             written.append(session.offloader.stats.bytes_written)
@@ -302,3 +298,49 @@ def test_without_a_budget_no_pack_waits(tmp_path: Path, monkeypatch: pytest.Monk
         saved = offloader.stats.bytes_saved
         assert_released(offloader)
     assert written[-1] - written[-7] <= saved / 24 * 6 / 4
+
+
+class FullBackend(WrappedBackend):
+    def __init__(self, inner, full):
+        super().__init__(inner)
+        self._full = full
+
+    def open_arena(self, directory):
+        arena = super().open_arena(directory)
+        if directory in self._full:
+            arena._preallocate = lambda nbytes: False
+        return arena
+
+
+def test_a_budget_on_a_full_drive_blames_the_drive(tmp_path):
+    setup = Setup(activations="auto", activation_budget=100_000, drained=False, settled=True)
+    full = {"_wrap_backend": lambda inner: FullBackend(inner, [tmp_path])}
+    with open_offloader(tmp_path, setup, **full) as offloader:
+        # Also of the writes of the first pass, which has no plan.
+        with pytest.warns(UserWarning, match="failed|measured") as caught:
+            got = outcome(trains(3), Session.of(offloader, setup))
+        place = f"the directory {tmp_path} could not be measured "
+        assert any(re.match(rf"{place}.*; nothing will be moved there\. Free space", str(w.message)) for w in caught)
+        assert offloader.unusable is not None
+    assert isinstance(got, Raised)
+    assert got.type == BudgetError.__name__
+    assert "OffloadPolicy.activation_budget=100000 is too small" in got.text
+    assert re.search(
+        rf"because no drive can be used: the directory {tmp_path} could not be measured \(the file system of "
+        rf"{tmp_path}\S+ is full: [\d,]+ more bytes are needed, [\d,]+ are free, .*\)\. Without one the smallest "
+        r"that works is .*\. Free space there, or name other directories in HardwareProfile\(paths=\.\.\.\); or raise",
+        got.text,
+    )
+    assert got.text.count("Free space") == 1
+
+
+def test_a_run_on_a_full_drive_says_why_nothing_moves(tmp_path):
+    full = {"_wrap_backend": lambda inner: FullBackend(inner, [tmp_path])}
+    with open_offloader(tmp_path, PLANNED, **full) as offloader:
+        # Also of the writes of the first pass, which has no plan.
+        with pytest.warns(UserWarning, match="failed|measured") as caught:
+            assert_identical(outcome(trains(6), Session.of(offloader, PLANNED)), outcome(trains(6), Session()))
+        assert any("could not be measured" in str(w.message) for w in caught)
+        assert offloader.unusable is not None
+        assert f"the directory {tmp_path} could not be measured (the file system of" in offloader.unusable
+        assert offloader.stats.bytes_written == 0

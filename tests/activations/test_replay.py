@@ -82,7 +82,6 @@ def offloader(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def sizes_of(offloader: Offloader) -> tuple[int, ...]:
     latest = offloader._cache._passes.book.latest
-    assert latest is not None
     return latest.sizes
 
 
@@ -177,7 +176,6 @@ def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path: Path, monke
         accounting.most_saved_bytes = 1 << 40  # so that 16 make a group
         locks = CountedLock(accounting.lock)
         tier = offloader._cache._tiers.ssd
-        assert tier is not None
 
         def wait_for_reads(gradient: Tensor) -> None:
             tier._reads.wait_idle()
@@ -204,8 +202,6 @@ def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path: Path, monke
 
 
 class CountedLock:
-    """Counts how often this thread takes it."""
-
     def __init__(self, lock: threading.Lock) -> None:
         self.lock = lock
         self.num_taken = 0

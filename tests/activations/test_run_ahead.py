@@ -1,11 +1,5 @@
 """Python does not fill memory with what a device has yet to compute; where writes pile up, forward waits for room."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -21,12 +15,12 @@ FAR_BEHIND_S = 0.1
 """So late, a device is behind Python on every machine, however busy."""
 
 
-def marks(number: int) -> list[LateMark]:
+def marks(number):
     return [LateMark(honest=True) for _ in range(number)]
 
 
 class TestBound:
-    def test_small_models_never_wait(self) -> None:
+    def test_small_models_never_wait(self):
         ahead = RunAhead()
         for mark in marks(64):
             ahead.add(mark, MIB, 64 * MIB)
@@ -37,7 +31,7 @@ class TestBound:
         [([30, 32, 3], 0), ([100, 100, 100], 0), ([32, 32, 32, 32, 32], 2048)],
         ids=["64 MiB", "two of the largest", "a sixteenth"],
     )
-    def test_the_oldest_is_waited_for_when_more_are_left(self, sizes: list[int], saved_peak: int) -> None:
+    def test_the_oldest_is_waited_for_when_more_are_left(self, sizes, saved_peak):
         ahead, made = RunAhead(), marks(len(sizes))
         for mark, size in zip(made[:-1], sizes[:-1], strict=True):
             ahead.add(mark, size * MIB, saved_peak * MIB)
@@ -52,30 +46,30 @@ class TestBound:
 class Counted(LateCopies):
     """Knows how many bytes of saved tensors the compute stream still had to compute when the next one was saved."""
 
-    def __init__(self, *, max_delay_s: float = 0.004) -> None:
+    def __init__(self, *, max_delay_s=0.004):
         super().__init__(seed=0, max_delay_s=max_delay_s)
-        self.made: list[LateMark] = []
+        self.made = []
         self.worst = 0
 
-    def mark(self) -> LateMark:
+    def mark(self):
         self.worst = max(self.worst, sum(not mark.passed.is_set() for mark in self.made))
         self.made.append(super().mark())
         return self.made[-1]
 
 
 @pytest.fixture
-def counted(request: pytest.FixtureRequest) -> Iterator[Counted]:
+def counted(request):
     copies = Counted(max_delay_s=getattr(request, "param", 0.004))
     yield copies
     copies.close()
 
 
-def network() -> torch.nn.Module:
+def network():
     torch.manual_seed(0)
     return torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(NUM_LAYERS)))
 
 
-def gradients(offloader: Offloader | None, steps: int = 2) -> list[torch.Tensor]:
+def gradients(offloader, steps=2):
     module, found = network(), []
     for step in range(steps):
         batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
@@ -91,7 +85,7 @@ def gradients(offloader: Offloader | None, steps: int = 2) -> list[torch.Tensor]
     return found
 
 
-def offloader(directory: Path, copies: LateCopies, **policy: Any) -> Offloader:
+def offloader(directory, copies, **policy):
     return Offloader(
         policy=OffloadPolicy(**({"activations": "offload", "min_tensor_bytes": 0} | policy)),
         hardware=HardwareProfile(paths=directory, host_memory=0),
@@ -100,7 +94,7 @@ def offloader(directory: Path, copies: LateCopies, **policy: Any) -> Offloader:
     )
 
 
-def test_saving_waits_for_the_device(spill_dir: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_waits_for_the_device(spill_dir, counted, monkeypatch):
     monkeypatch.setattr(run_ahead, "_MIN_BYTES", 3 * SAVED)
     with offloader(spill_dir, counted) as opened:
         got = gradients(opened)
@@ -109,9 +103,7 @@ def test_saving_waits_for_the_device(spill_dir: Path, counted: Counted, monkeypa
 
 
 @pytest.mark.parametrize("room", [8, None], ids=["little", "unknown"])
-def test_what_moves_does_not_pile_up_beyond_the_memory_there_is(
-    spill_dir: Path, monkeypatch: pytest.MonkeyPatch, room: int | None
-) -> None:
+def test_what_moves_does_not_pile_up_beyond_the_memory_there_is(spill_dir, monkeypatch, room):
     """Moving everything, with a device that is far behind: half of what is available is the limit."""
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: None if room is None else room * SAVED)
     with late_copies(max_delay_s=FAR_BEHIND_S) as copies, offloader(spill_dir, copies) as opened:

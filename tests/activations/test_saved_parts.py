@@ -1,31 +1,21 @@
 """A storage that is saved in parts, which kernels outside of PyTorch may fill one after another."""
 
-from __future__ import annotations
-
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations.saved_parts import SavedParts
 from tests.support.helpers import KEEP, Setup, open_offloader
-from tests.support.late import SeveralStreams
 
 NUM = 1 << 14
 
 
-def parts_of(tensor: Tensor) -> SavedParts:
+def parts_of(tensor):
     return SavedParts(tensor.untyped_storage().nbytes(), tensor)
 
 
 @pytest.mark.parametrize("activations", ["offload", "keep"])
 @pytest.mark.parametrize("flushed", [True, False])
-def test_what_is_filled_after_another_part_was_saved(activations: str, flushed: bool, tmp_path: Path) -> None:
+def test_what_is_filled_after_another_part_was_saved(activations, flushed, tmp_path):
     """NumPy counts no version, as kernels of Triton and of extensions do not."""
     a, b = (torch.rand(NUM).requires_grad_() for _ in "ab")
     with open_offloader(tmp_path, Setup(min_tensor_bytes=0) if activations == "offload" else KEEP) as offloader:
@@ -45,47 +35,7 @@ def test_what_is_filled_after_another_part_was_saved(activations: str, flushed: 
     assert torch.equal(b.grad, torch.full((NUM,), 5.0))
 
 
-@pytest.fixture
-def streams() -> Iterator[SeveralStreams]:
-    made = SeveralStreams()
-    yield made
-    made.close()
-
-
-class Filled(torch.autograd.Function):
-    """Saves one half of a buffer, which a kernel of the current stream fills, sooner or later."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, half: Tensor, value: float, streams: SeveralStreams) -> Tensor:
-        def kernel() -> None:
-            time.sleep(0.2)
-            half.data.numpy()[:] = value
-
-        streams.work(kernel)
-        ctx.save_for_backward(half)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] * ctx.saved_tensors[0], None, None, None
-
-
-def test_the_later_part_is_waited_for(spill_dir: Path, streams: SeveralStreams) -> None:
-    x = torch.ones(NUM, requires_grad=True)
-    policy = OffloadPolicy(activations="offload", min_tensor_bytes=4096)
-    hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True, host_memory=0)
-    with Offloader(policy=policy, hardware=hardware, _copies=streams) as opened:
-        with opened.saved_tensors():
-            buffer = torch.zeros(2, NUM)
-            outputs = [Filled.apply(x, buffer[i], i + 2.0, streams) for i in range(2)]
-            del buffer
-        opened.flush()
-        assert opened.stats.num_saved == 1
-        sum(outputs).sum().backward()
-    assert torch.equal(x.grad, torch.full_like(x, 5.0))
-
-
-def test_parts_of_one_result_are_written_once(tmp_path: Path) -> None:
+def test_parts_of_one_result_are_written_once(tmp_path):
     """Queries, keys and values are saved one after another; the drive may be faster than Python."""
     x = torch.rand(64, 3 * 64, requires_grad=True)
     with open_offloader(tmp_path, Setup(min_tensor_bytes=0)) as offloader:
@@ -99,7 +49,7 @@ def test_parts_of_one_result_are_written_once(tmp_path: Path) -> None:
         loss.backward()
 
 
-def test_a_part_leaves_when_nobody_else_holds_it(tmp_path: Path) -> None:
+def test_a_part_leaves_when_nobody_else_holds_it(tmp_path):
     x = torch.rand(64, 128, requires_grad=True)
     with open_offloader(tmp_path, Setup(min_tensor_bytes=0)) as offloader, offloader.saved_tensors():
         whole = x * 1
@@ -109,7 +59,6 @@ def test_a_part_leaves_when_nobody_else_holds_it(tmp_path: Path) -> None:
         del whole
         loss = loss + x.exp().sum()
         tier = cache._tiers.ssd
-        assert tier is not None
         tier.flush()
         assert offloader.stats.bytes_written > x.nbytes
 
@@ -128,12 +77,12 @@ def test_a_part_leaves_when_nobody_else_holds_it(tmp_path: Path) -> None:
         (lambda t: t[0].expand(7, 6), lambda t: t[0], True),
     ],
 )
-def test_what_a_part_shows(first: Any, second: Any, covered: bool) -> None:
+def test_what_a_part_shows(first, second, covered):
     whole = torch.zeros(4, 6)
     assert parts_of(first(whole)).covers(second(whole)) is covered
 
 
-def test_a_gap_between_two_parts_is_seen() -> None:
+def test_a_gap_between_two_parts_is_seen():
     whole = torch.zeros(4, 6)
     parts = parts_of(whole[0])
     parts.add(whole[2])

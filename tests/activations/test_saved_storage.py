@@ -18,10 +18,9 @@ from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.activations.saved_storage import Lease, SavedStorage, TierCopy, open_saved
+from lightning_ssd.activations.saved_storage import Lease, SavedStorage, open_saved
 from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import VersionProbe
-from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
@@ -32,13 +31,6 @@ from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import HostCopies
 from tests.support.patience import PATIENCE_S
 from tests.support.threads import at_once
-
-
-class _Mark:
-    stream = None
-
-    def synchronize(self) -> None:
-        """Nothing is under way."""
 
 
 class _Stored:
@@ -58,7 +50,6 @@ class HooksThatKeepNothing:
         """Nobody counts."""
 
     def hooks_of(self, current: SavedPass) -> Any:
-        """Nothing is kept."""
         return lambda tensor: None, lambda packed: None
 
 
@@ -101,22 +92,6 @@ def test_a_write_is_wanted_until_it_is_taken_back_or_nobody_can_ask_again() -> N
         assert (tier.freed, len(record.accounting.writes)) == (1, 0)
 
 
-def test_memory_that_is_handed_out_again_still_has_its_mark() -> None:
-    """A reload whose copy may still run is dropped, found alive and handed out: the consumer must wait for the copy."""
-    record = record_of(torch.arange(16.0))
-    reloaded, mark = torch.arange(16.0).untyped_storage(), _Mark()
-    copy = record.copy = TierCopy(_Stored(_Roomy()))  # type: ignore[arg-type]
-    record.state, copy.mark = State.RELOADED, mark  # type: ignore[assignment]
-    record.storage, record.key = reloaded, StorageKey(reloaded)
-    record.drop_copy()
-    assert record.state in AWAY
-    assert record.storage is None
-    assert record.forward()  # `reloaded` stands for the tier that still holds it
-    assert record.storage is not None
-    assert record.storage.data_ptr() == reloaded.data_ptr()
-    assert copy.mark is mark
-
-
 # -- somebody else comes in the middle of a step ----------------------------------------------------------------------
 
 
@@ -148,8 +123,6 @@ class _Interrupted(SavedStorage):
 
 
 class _Roomy:
-    """A tier that takes every write, and whose worker is the test."""
-
     name = "ssd"
     freed = 0
 
@@ -301,17 +274,6 @@ def test_a_death_runs_no_python_and_is_noted_all_the_same() -> None:
     assert not record.accounting.watched
 
 
-def test_memory_goes_with_the_last_lease() -> None:
-    tensor = torch.arange(16.0)
-    record = record_of(tensor)
-    key = StorageKey(tensor.untyped_storage())
-    del tensor
-    assert key.alive()
-    LEASES.clear()
-    assert not key.alive()
-    assert record.storage is None
-
-
 def test_counts_are_right_again_after_an_interrupt() -> None:
     record = record_of(torch.arange(16.0))
     accounting = record.accounting
@@ -385,7 +347,6 @@ def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: Ssd
         assert record.state is (State.FREED if meanwhile == "freed" else State.TAKEN_BACK)
         if meanwhile != "freed":
             assert record.forward()
-            assert record.storage is not None
             assert record.storage.data_ptr() == tensor.data_ptr()
             record.free()
         assert len(accounting.writes) == 0

@@ -1,10 +1,5 @@
 """Where not everything fits: memory itself is planned as a budget, and a budget for all memory holds for all of it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -27,8 +22,7 @@ ROWS, WIDTH = 8192, 128
 
 
 @pytest.fixture
-def little_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What is available, as a list of one number, of a process that uses nothing else."""
+def little_memory(monkeypatch):
     available = [LITTLE]
     monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: available[0])
     monkeypatch.setattr(tensor_cache, "level_bytes", lambda device: 0)
@@ -36,15 +30,15 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return available
 
 
-def settle(offloader: Offloader) -> None:
+def settle(offloader):
     offloader.flush()
     offloader.wait_for_plan()
 
 
-def test_what_does_not_fit_is_planned_and_stays_exact(little_memory: list[int], tmp_path: Path) -> None:
-    peaks: list[int] = []
+def test_what_does_not_fit_is_planned_and_stays_exact(little_memory, tmp_path):
+    peaks = []
 
-    def look(step: int, session: Session) -> None:
+    def look(step, session):
         if session.offloader is not None:
             settle(session.offloader)
             peaks.append(session.offloader.stats.resident_peak_bytes)
@@ -61,10 +55,10 @@ def test_what_does_not_fit_is_planned_and_stays_exact(little_memory: list[int], 
     assert min(peaks[-3:]) > 0.5 * LITTLE, "and uses what there is, since less would be no faster"
 
 
-def test_memory_that_runs_out_in_mid_run(little_memory: list[int], tmp_path: Path) -> None:
+def test_memory_that_runs_out_in_mid_run(little_memory, tmp_path):
     """Somebody else takes it, and gives it back."""
 
-    def change(step: int, session: Session) -> None:
+    def change(step, session):
         if session.offloader is not None:
             settle(session.offloader)
             little_memory[0] = LITTLE if 5 <= step < 10 else ENOUGH
@@ -79,7 +73,7 @@ def test_memory_that_runs_out_in_mid_run(little_memory: list[int], tmp_path: Pat
         assert_released(offloader)
 
 
-def train_with_adam(directory: Path, budget: int | None) -> tuple[list[torch.Tensor], list[int], Any]:
+def train_with_adam(directory, budget):
     """A training whose optimizer states come with the first step; weights, levels in forward, the report."""
     torch.manual_seed(3)
     model = Perceptrons(width=WIDTH, num_blocks=6)
@@ -101,7 +95,7 @@ def train_with_adam(directory: Path, budget: int | None) -> tuple[list[torch.Ten
     return [p.detach().clone() for p in model.parameters()], levels, report
 
 
-def test_a_memory_budget_trains_exactly_and_holds_for_everything(tmp_path: Path) -> None:
+def test_a_memory_budget_trains_exactly_and_holds_for_everything(tmp_path):
     """Weights, gradients, Adam's states, the interpreter and saved activations are all in it."""
     expected, kept, _ = train_with_adam(tmp_path, None)
     trim()  # what the first training has left behind would count
@@ -109,6 +103,5 @@ def test_a_memory_budget_trains_exactly_and_holds_for_everything(tmp_path: Path)
     assert max(kept) > budget, "it has to do something for it"
     weights, levels, report = train_with_adam(tmp_path, budget)
     assert all(map(torch.equal, weights, expected))
-    assert report is not None
     assert report.measured_written_bytes > 0
     assert max(levels) <= budget, [level // MIB for level in (*levels, budget)]

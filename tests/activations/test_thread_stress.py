@@ -3,8 +3,6 @@
 A deadlock ends as a red test with the stacks of all threads: pytest's timeout and faulthandler see to that.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import re
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +17,7 @@ import torch
 
 import lightning_ssd
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.common.tensors import Region
-from lightning_ssd.memory.pools import ReloadPool, StagingPool
-from lightning_ssd.storage.backend import Backend, WrappedBackend
-from lightning_ssd.storage.posix import PosixBackend
-from lightning_ssd.storage.spill_file import Arena
-from lightning_ssd.tiers.host_arena import HostArena
+from lightning_ssd.storage.backend import WrappedBackend
 from tests.support.helpers import assert_released, raw_bytes
 from tests.support.patience import PATIENCE_S
 from tests.support.threads import at_once
@@ -38,7 +30,7 @@ SIZES = (512, 1030, 4096, 20_001)
 
 
 @pytest.fixture(autouse=True)
-def switching_often() -> Iterator[None]:
+def switching_often():
     """The interpreter may go on with another thread after nearly every instruction."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -49,42 +41,41 @@ def switching_often() -> Iterator[None]:
 class ErraticBackend(WrappedBackend):
     """One move in four takes up to two milliseconds longer, one in twenty up to eight."""
 
-    def __init__(self, inner: Backend, seed: int = 0) -> None:
+    def __init__(self, inner, seed=0):
         super().__init__(inner)
         self._chance = random.Random(seed)
 
-    def write(self, arena: Arena, region: Region, offset: int) -> None:
+    def write(self, arena, region, offset):
         self._dawdle()
         self.inner.write(arena, region, offset)
         self._dawdle()
 
-    def read(self, arena: Arena, region: Region, offset: int) -> None:
+    def read(self, arena, region, offset):
         self._dawdle()
         self.inner.read(arena, region, offset)
         self._dawdle()
 
-    def _dawdle(self) -> None:
+    def _dawdle(self):
         draw = self._chance.random()
         if draw < 0.25:
             time.sleep(self._chance.random() * (0.008 if draw < 0.05 else 0.002))
 
 
-def forward(leaf: torch.Tensor) -> torch.Tensor:
-    """Saves about ``NUM_SAVED`` tensors of the leaf's size."""
+def forward(leaf):
     value = leaf
     for number in range(NUM_SAVED):
         value = (value * 0.5 + number).sin()
     return value.square().sum()
 
 
-def gradient(leaf: torch.Tensor) -> torch.Tensor:
+def gradient(leaf):
     leaf = leaf.detach().clone().requires_grad_()
     forward(leaf).backward()
     assert leaf.grad is not None
     return raw_bytes(leaf.grad)
 
 
-def train(offloader: Offloader, seed: int, expected: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
+def train(offloader, seed, expected, leaves):
     """Passes whose graphs live for different times, are walked twice, or die without a backward."""
     chance = random.Random(seed)
     for _ in range(NUM_PASSES):
@@ -109,17 +100,17 @@ def train(offloader: Offloader, seed: int, expected: list[torch.Tensor], leaves:
 
 
 @pytest.mark.parametrize("activations", ["offload", "auto"])
-def test_packs_and_unpacks_of_many_threads(activations: str, spill_dir: Path) -> None:
+def test_packs_and_unpacks_of_many_threads(activations, spill_dir):
     """Each of four threads packs several hundred tensors, while others collect, count and flush."""
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.rand(size, generator=generator) for size in SIZES]
     expected = [gradient(leaf) for leaf in leaves]
-    policy = OffloadPolicy(activations=activations, min_tensor_bytes=0, verify="sampled", max_slowdown=50.0)  # type: ignore[arg-type]
+    policy = OffloadPolicy(activations=activations, min_tensor_bytes=0, verify="sampled", max_slowdown=50.0)
     hardware = HardwareProfile(paths=spill_dir)
     with Offloader(policy=policy, hardware=hardware, _wrap_backend=ErraticBackend) as offloader:
         over = threading.Event()
 
-        def watch() -> None:
+        def watch():
             chance = random.Random(99)
             while not over.is_set():
                 chance.choice((gc.collect, offloader.flush, offloader.drain_metrics, lambda: offloader.stats))()
@@ -128,7 +119,7 @@ def test_packs_and_unpacks_of_many_threads(activations: str, spill_dir: Path) ->
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            at_once(*[lambda n=n: train(offloader, n, expected, leaves) for n in range(NUM_THREADS)])  # type: ignore[misc]
+            at_once(*[lambda n=n: train(offloader, n, expected, leaves) for n in range(NUM_THREADS)])
         finally:
             over.set()
             watcher.join()
@@ -137,80 +128,6 @@ def test_packs_and_unpacks_of_many_threads(activations: str, spill_dir: Path) ->
         assert stats.failures == 0
         assert stats.bytes_written > 0
         assert stats.bytes_read + stats.bytes_forwarded > 0
-
-
-def test_extents_of_many_threads_never_overlap(tmp_path: Path) -> None:
-    """Two files and a pool of buffers give out, move and take back at once; every owner finds its own bytes."""
-    backend = ErraticBackend(PosixBackend([tmp_path]))
-    arenas = [backend.open_arena(tmp_path) for _ in range(2)]
-    staging = StagingPool()
-
-    def work(seed: int) -> None:
-        chance = random.Random(seed)
-        for number in range(60):
-            arena, nbytes = chance.choice(arenas), 4096 * chance.randint(1, 16)
-            extent = arena.allocate(nbytes)
-            mark = bytes([seed, number]) * (nbytes // 2)
-            with staging.lease(nbytes) as region:
-                region.view()[:] = mark
-                backend.write(arena, region, extent.offset)
-            with staging.lease(nbytes) as region:
-                backend.read(arena, region, extent.offset)
-                assert bytes(region.view()) == mark, "two owners share bytes"
-            arena.free(extent)
-
-    at_once(*[lambda seed=seed: work(seed) for seed in range(6)])  # type: ignore[misc]
-    assert [arena.used_bytes for arena in arenas] == [0, 0]
-    assert staging.lent_bytes == 0
-    for arena in arenas:
-        arena.close()
-    staging.close()
-    backend.close()
-
-
-def test_places_in_host_memory_of_many_threads_never_overlap() -> None:
-    host = HostArena(64 * 4096, pin=False)
-    lent: set[int] = set()
-    num_full = 0
-
-    def work(seed: int) -> None:
-        nonlocal num_full
-        chance = random.Random(seed)
-        for _ in range(3000):
-            num_pages = chance.randint(1, 12)
-            extent = host.allocate(4096 * num_pages)
-            if extent is None:
-                num_full += 1
-                continue
-            pages = range(extent.offset // 4096, extent.offset // 4096 + num_pages)
-            assert lent.isdisjoint(pages), "two owners have one place"
-            lent.update(pages)
-            if chance.random() < 0.1:
-                time.sleep(1e-4)
-            lent.difference_update(pages)
-            host.free(extent)
-
-    at_once(*[lambda seed=seed: work(seed) for seed in range(8)])  # type: ignore[misc]
-    assert host.used_bytes == 0
-    assert num_full < 8 * 3000, "it was always full"
-    host.close()
-
-
-def test_reload_memory_of_many_threads_is_never_shared() -> None:
-    reload = ReloadPool(1 << 20)
-
-    def work(seed: int) -> None:
-        chance = random.Random(seed)
-        for number in range(500):
-            storage = reload.take(4096 * chance.randint(16, 18), 0, 64)
-            content = torch.empty(0, dtype=torch.uint8).set_(storage)
-            content.fill_(seed * 10 + number % 10)
-            if chance.random() < 0.1:
-                time.sleep(1e-4)
-            assert int(content.min()) == int(content.max()) == seed * 10 + number % 10, "two owners share memory"
-
-    at_once(*[lambda seed=seed: work(seed) for seed in range(6)])  # type: ignore[misc]
-    reload.close()
 
 
 # -- the end of the interpreter ------------------------------------------------------------------------------------
@@ -289,7 +206,7 @@ moving["write"].wait()
 """
 
 
-def test_exit_in_the_middle_of_transfers(spill_dir: Path) -> None:
+def test_exit_in_the_middle_of_transfers(spill_dir):
     """Nothing was closed: writes, reads, a plan and a step's flush are under way, and a backward waits for them."""
     program = UNFINISHED.format(directory=str(spill_dir))
     child = subprocess.run(
@@ -306,7 +223,7 @@ RULE = re.compile(r"\b(leaf lock|a leaf|[Oo]rder|under it|under any lock|under t
 PACKAGE = Path(lightning_ssd.__file__).parent
 
 
-def unruled(source: str) -> list[str]:
+def unruled(source):
     """Locks whose comment does not say what may be locked under what. A condition on a lock shares the lock's."""
     lines, found = source.splitlines(), []
     for number, line in enumerate(lines):
@@ -320,6 +237,6 @@ def unruled(source: str) -> list[str]:
     return found
 
 
-def test_every_lock_says_its_order() -> None:
+def test_every_lock_says_its_order():
     found = {str(path): lines for path in PACKAGE.rglob("*.py") if (lines := unruled(path.read_text(encoding="utf-8")))}
     assert found == {}

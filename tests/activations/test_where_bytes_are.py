@@ -1,12 +1,9 @@
 """Where saved activations are when most are saved, what is recomputed in place of them, in which phase was waited."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,13 +18,13 @@ PARTS = [f"memory/activations_{place}_at_peak_gib" for place in ("kept", "host",
 SLOW_S = 0.05
 
 
-def make_model() -> nn.Module:
+def make_model():
     torch.manual_seed(0)
     layer = {"d_model": 16, "nhead": 2, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True, "norm_first": True}
     return nn.Sequential(*[nn.TransformerEncoderLayer(**layer) for _ in range(4)])
 
 
-def step(offloader: Offloader, model: nn.Module, batch: int = 8, *, drain: bool = False) -> dict[str, float]:
+def step(offloader, model, batch=8, *, drain=False):
     x = torch.ones(batch, 12, 16)
     with offloader.saved_tensors():
         loss = model(x).square().mean()
@@ -38,18 +35,18 @@ def step(offloader: Offloader, model: nn.Module, batch: int = 8, *, drain: bool 
     return offloader.drain_metrics()
 
 
-def opened(directory: Path, **settings: object) -> Offloader:
+def opened(directory, **settings):
     memory = settings.pop("host_memory", 0)
     hardware = HardwareProfile(paths=directory, allow_unsuitable_paths=True, host_memory=memory)
     return Offloader(policy=OffloadPolicy(min_tensor_bytes=0, **settings), hardware=hardware)
 
 
-def parts_of(row: dict[str, float]) -> list[int]:
+def parts_of(row):
     return [round(row[key] * GIB) for key in PARTS]
 
 
 @pytest.mark.parametrize("mode", ["recompute", "recompute_offload"])
-def test_what_is_recomputed_is_what_keeping_holds_besides(mode: str, tmp_path: Path) -> None:
+def test_what_is_recomputed_is_what_keeping_holds_besides(mode, tmp_path):
     model = make_model()
     with opened(tmp_path, activations="keep") as offloader:
         offloader.register_module(model)
@@ -66,7 +63,7 @@ def test_what_is_recomputed_is_what_keeping_holds_besides(mode: str, tmp_path: P
         assert parts_of(row)[3] == stats.recomputed_bytes
 
 
-def test_a_retained_graph_counts_once(tmp_path: Path) -> None:
+def test_a_retained_graph_counts_once(tmp_path):
     model = make_model()
     with opened(tmp_path, activations="recompute") as offloader:
         offloader.register_module(model)
@@ -83,7 +80,7 @@ def test_a_retained_graph_counts_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep", "offload"])
-def test_the_parts_add_up_to_what_is_saved(mode: str, tmp_path: Path) -> None:
+def test_the_parts_add_up_to_what_is_saved(mode, tmp_path):
     model = make_model()
     with opened(tmp_path, activations=mode) as offloader:
         offloader.register_module(model)
@@ -98,7 +95,7 @@ def test_the_parts_add_up_to_what_is_saved(mode: str, tmp_path: Path) -> None:
         assert (ssd > 0) is (mode == "offload")
 
 
-def test_host_memory_is_told_apart_from_drives(tmp_path: Path) -> None:
+def test_host_memory_is_told_apart_from_drives(tmp_path):
     """Under a budget and with a slow drive, plans move to host memory."""
     policy = OffloadPolicy(activations="auto", min_tensor_bytes=0, activation_budget=SMALLEST)
     hardware = HardwareProfile(paths=tmp_path, allow_unsuitable_paths=True, host_memory="8MiB")
@@ -121,13 +118,13 @@ def test_host_memory_is_told_apart_from_drives(tmp_path: Path) -> None:
     assert rows[-1][1] > 0
 
 
-def test_waiting_in_backward_is_told_as_such(tmp_path: Path) -> None:
-    faulty: list[FaultyBackend] = []
+def test_waiting_in_backward_is_told_as_such(tmp_path):
+    faulty = []
 
-    def slow(_: int) -> None:
+    def slow(_):
         time.sleep(SLOW_S)
 
-    def wrap(backend: object) -> FaultyBackend:
+    def wrap(backend):
         faulty.append(FaultyBackend(backend))
         return faulty[0]
 
@@ -144,7 +141,7 @@ def test_waiting_in_backward_is_told_as_such(tmp_path: Path) -> None:
     assert row["io/stall_update_s"] == 0
 
 
-def test_waiting_of_an_update_is_told_as_such(tmp_path: Path) -> None:
+def test_waiting_of_an_update_is_told_as_such(tmp_path):
     model = make_model()
     hardware = HardwareProfile(paths=tmp_path, allow_unsuitable_paths=True)
     policy = OffloadPolicy(activations="keep", optimizer_states="offload", min_tensor_bytes=0)
@@ -162,7 +159,7 @@ def test_waiting_of_an_update_is_told_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_fork_that_goes_on_with_a_graph_takes_no_lock(tmp_path: Path) -> None:
+def test_a_fork_that_goes_on_with_a_graph_takes_no_lock(tmp_path):
     """Whoever held it when the child was forked is not there to let go of it."""
     model = make_model()
     policy = OffloadPolicy(activations="recompute", min_tensor_bytes="1GiB")  # so that nothing else of ours is asked

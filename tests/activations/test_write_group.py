@@ -1,10 +1,7 @@
 """Storages that leave together: when a job begins, and what stays out of it."""
 
-from __future__ import annotations
-
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.activations.write_group import WriteGroup
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.scheduling.pass_program import PassProgram
-from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.faults import FaultyBackend
 from tests.support.helpers import EAGER, open_offloader
@@ -28,8 +24,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def all_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have passes follow a program by which everything moves."""
+def all_moves(monkeypatch):
     program = PassProgram((NBYTES,) * 40, bytes(40))
     monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
 
@@ -37,7 +32,7 @@ def all_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 class Record:
     can_be_evicted = True
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes):
         self.nbytes = nbytes
 
 
@@ -46,27 +41,27 @@ class Record:
     [(MIB, 1 << 40, 16), (40 * MIB, 1 << 40, 2), (MIB, 200 * MIB, 4), (1, 0, 1)],
     ids=["16 storages", "64 MiB", "a sixty-fourth of what is saved", "nothing known"],
 )
-def test_a_job_is_large_enough_and_no_larger(nbytes: int, most_saved_bytes: int, number: int) -> None:
+def test_a_job_is_large_enough_and_no_larger(nbytes, most_saved_bytes, number):
     group = WriteGroup()
     records = [Record(nbytes) for _ in range(number)]
-    told = [group.add(record, Placement.SSD, most_saved_bytes) for record in records]  # type: ignore[arg-type]
+    told = [group.add(record, Placement.SSD, most_saved_bytes) for record in records]
     assert told == [False] * (number - 1) + [True]
     assert [record for record, _ in group.taken()] == records
     assert not list(group.taken())
 
 
-def test_what_is_in_use_or_dead_stays_out_of_it() -> None:
+def test_what_is_in_use_or_dead_stays_out_of_it():
     group, records = WriteGroup(), [Record(1) for _ in range(3)]
     for record in records:
-        group.add(record, Placement.SSD, 1 << 40)  # type: ignore[arg-type]
+        group.add(record, Placement.SSD, 1 << 40)
     records[1].can_be_evicted = False
     assert [record for record, _ in group.taken()] == [records[0], records[2]]
 
 
 @pytest.mark.parametrize("ends", ["forward", "flush"])
 @pytest.mark.usefixtures("all_moves")
-def test_the_last_ones_of_a_forward_leave(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[int] = []
+def test_the_last_ones_of_a_forward_leave(ends, tmp_path, monkeypatch):
+    jobs = []
     real = SsdTier.write_all
     monkeypatch.setattr(SsdTier, "write_all", lambda self, requests: jobs.append(len(requests)) or real(self, requests))
     with open_offloader(tmp_path, EAGER) as offloader:
@@ -92,11 +87,11 @@ def test_the_last_ones_of_a_forward_leave(ends: str, tmp_path: Path, monkeypatch
         for _ in range(20):
             z = z.sin()
         z.backward(torch.ones_like(z))
-        assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
+        assert torch.equal(x.grad, expected.grad)
 
 
 @pytest.mark.usefixtures("all_moves")
-def test_host_memory_gets_a_group_as_far_as_it_has_room_and_drives_the_rest(tmp_path: Path) -> None:
+def test_host_memory_gets_a_group_as_far_as_it_has_room_and_drives_the_rest(tmp_path):
     policy = OffloadPolicy(activations="offload", min_tensor_bytes=1)
     hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True, host_memory=5 * NBYTES)
     with Offloader(policy=policy, hardware=hardware) as offloader:
@@ -117,11 +112,11 @@ def test_host_memory_gets_a_group_as_far_as_it_has_room_and_drives_the_rest(tmp_
         for _ in range(16):
             z = z.sin()
         z.sum().backward()
-        assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
+        assert torch.equal(x.grad, expected.grad)
 
 
 @pytest.mark.usefixtures("all_moves")
-def test_an_edit_after_it_was_saved_is_an_error(tmp_path: Path) -> None:
+def test_an_edit_after_it_was_saved_is_an_error(tmp_path):
     with open_offloader(tmp_path, EAGER) as offloader:
         x = torch.rand(SIDE, SIDE).requires_grad_()
         with offloader.saved_tensors():
@@ -142,14 +137,14 @@ def test_an_edit_after_it_was_saved_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("all_moves")
-def test_a_failed_step_takes_back_what_has_not_begun(tmp_path: Path) -> None:
+def test_a_failed_step_takes_back_what_has_not_begun(tmp_path):
     """Of a job that waits for the drive: its memory returns with the graph, whatever the drive does."""
     may_write = threading.Event()
 
-    def stuck(index: int) -> None:
+    def stuck(index):
         assert may_write.wait(PATIENCE_S)
 
-    def wrap(inner: Backend) -> Backend:
+    def wrap(inner):
         return FaultyBackend(inner, fail_write=stuck)
 
     policy = OffloadPolicy(activations="offload", min_tensor_bytes=1)
