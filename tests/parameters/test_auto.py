@@ -1,11 +1,6 @@
 """Only as much of a model waits as memory lacks: the bits of plain training, and nothing at all where all fits."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,50 +20,17 @@ from tests.support.residency import (
     GIB,
     NUM_WEIGHTS,
     TRAINED,
-    Card,
-    Host,
-    Place,
     blocks_of,
     in_update,
-    opened_place,
     small_bytes,
 )
-from tests.support.weight_loops import (
-    NUM_BLOCKS,
-    WIDTH,
-    Loop,
-    Net,
-    batches,
-    built,
-    equal_weights,
-    same,
-    train,
-)
-
-
-@pytest.fixture(params=["host", "device"])
-def place(request: pytest.FixtureRequest, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    with opened_place(request.param, spill_dir, monkeypatch) as made:
-        yield made
-
-
-@pytest.fixture
-def host(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    with opened_place("host", spill_dir, monkeypatch) as made:
-        yield made
-
-
-@pytest.fixture
-def card(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
-    with opened_place("device", spill_dir, monkeypatch) as made:
-        yield made
-
+from tests.support.weight_loops import NUM_BLOCKS, WIDTH, Loop, Net, batches, built, equal_weights, same, train
 
 # -- where all fits --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, TRAINED], ids=["frozen", "trained"])
-def test_with_room_for_all_nothing_moves_or_is_stood_in_for(options: dict[str, Any], place: Place) -> None:
+def test_with_room_for_all_nothing_moves_or_is_stood_in_for(options, place):
     plain, model = built(), built()
     before = [(parameter.data_ptr(), type(parameter)) for parameter in model.parameters()]
     offloader = place.open(model, **options)
@@ -89,7 +51,7 @@ def test_with_room_for_all_nothing_moves_or_is_stood_in_for(options: dict[str, A
 
 
 @pytest.mark.parametrize("room", [1000 * GIB, 3 * BLOCK_BYTES])
-def test_passes_need_no_hooks_only_where_nothing_waits(room: int, host: Host) -> None:
+def test_passes_need_no_hooks_only_where_nothing_waits(room, host):
     model = built()
     host.has_room(room)
     offloader = host.open(model)
@@ -101,8 +63,8 @@ def test_passes_need_no_hooks_only_where_nothing_waits(room: int, host: Host) ->
     assert (offloader.stats.num_plain_passes > 0) is (host.waiting(model) == [])
 
 
-def test_malloc_is_left_alone_where_no_gradient_waits(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
+def test_malloc_is_left_alone_where_no_gradient_waits(host, monkeypatch):
+    told = []
     monkeypatch.setattr("lightning_ssd.memory.freed_memory.FreedMemory.expect", lambda _, waits: told.append(waits))
     host.open(Net(), **TRAINED).expect_no_optimizer()
     assert not any(told)
@@ -125,7 +87,7 @@ def test_malloc_is_left_alone_where_no_gradient_waits(host: Host, monkeypatch: p
     ["keep", "offload", "auto", "recompute"],
     indirect=["place"],
 )
-def test_frozen_blocks_wait_as_far_as_memory_lacks(place: Place, num_staying: int, activations: str) -> None:
+def test_frozen_blocks_wait_as_far_as_memory_lacks(place, num_staying, activations):
     plain, model = built(), built()
     place.has_room((2 + num_staying) * BLOCK_BYTES, others=small_bytes(model))
     offloader = place.open(model, activations=activations)
@@ -141,24 +103,16 @@ def test_frozen_blocks_wait_as_far_as_memory_lacks(place: Place, num_staying: in
     assert all(type(parameter) is nn.Parameter for parameter in stays)
 
 
-def test_half_of_the_blocks_wait_every_second_one(host: Host) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(8))).requires_grad_(False)
-    host.has_room(6 * model[0][0].weight.nbytes, coming=0)
-    host.open(model)
-    assert [int(name.split(".")[0]) for name in host.waiting(model)] == [1, 3, 5, 7]
-
-
 @pytest.mark.parametrize("num_staying", [0, 2])
 @pytest.mark.parametrize(
     ("place", "gradients"),
     [("host", "auto"), ("device", "keep"), ("device", "auto"), ("device", "offload")],
     indirect=["place"],
 )
-def test_trained_blocks_wait_with_their_gradients(place: Place, gradients: str, num_staying: int) -> None:
+def test_trained_blocks_wait_with_their_gradients(place, gradients, num_staying):
     seen = []
 
-    def look(model: nn.Module, *_: object) -> None:
+    def look(model, *_):
         seen.append((place.waiting(model), place.gradients(model)))
 
     trained = 4 * 9 * WIDTH * WIDTH  # the adapter, too
@@ -177,7 +131,7 @@ def test_trained_blocks_wait_with_their_gradients(place: Place, gradients: str, 
 
 
 @pytest.mark.parametrize(("room", "trained_wait"), [(4 * BLOCK_BYTES, False), (2 * BLOCK_BYTES + 8 * WIDTH, True)])
-def test_of_a_unit_that_is_partly_frozen_the_frozen_part_waits_first(room: int, trained_wait: bool, host: Host) -> None:
+def test_of_a_unit_that_is_partly_frozen_the_frozen_part_waits_first(room, trained_wait, host):
     plain, model = built(), built()
     expected = train(plain)
     host.has_room(room, coming=in_update(model))
@@ -189,7 +143,7 @@ def test_of_a_unit_that_is_partly_frozen_the_frozen_part_waits_first(room: int, 
     assert equal_weights(model, plain)
 
 
-def test_with_an_unknown_amount_of_memory_all_wait(place: Place) -> None:
+def test_with_an_unknown_amount_of_memory_all_wait(place):
     place.has(None)
     model = built()
     offloader = place.open(model)
@@ -198,7 +152,7 @@ def test_with_an_unknown_amount_of_memory_all_wait(place: Place) -> None:
     assert same(train(model, offloader), train(built()))
 
 
-def test_memory_budget_and_activation_budget_count(host: Host) -> None:
+def test_memory_budget_and_activation_budget_count(host):
     activations = 64 << 20
     kept = []
     for budgets in (
@@ -212,7 +166,7 @@ def test_memory_budget_and_activation_budget_count(host: Host) -> None:
     assert kept == [True, True, False, True, False]
 
 
-def test_a_budget_is_one_of_the_device_and_refused_without_room_for_what_cannot_wait(card: Card) -> None:
+def test_a_budget_is_one_of_the_device_and_refused_without_room_for_what_cannot_wait(card):
     model = built()
     budget = small_bytes(model) + COMING_BYTES + 2 * 4 * BLOCK_BYTES
     offloader = card.open(model, activations="auto", memory_budget=max(budget, 1 << 20))
@@ -232,7 +186,7 @@ def test_a_budget_is_one_of_the_device_and_refused_without_room_for_what_cannot_
     assert card.waiting(other) == []
 
 
-def test_processes_share_the_memory_of_a_machine(host: Host, spill_dir: Path) -> None:
+def test_processes_share_the_memory_of_a_machine(host, spill_dir):
     found = []
     host.has_room(ALL_BYTES)
     assert host.available_bytes is not None
@@ -247,7 +201,7 @@ def test_processes_share_the_memory_of_a_machine(host: Host, spill_dir: Path) ->
     assert found == [False, True]
 
 
-def test_the_decision_is_told(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_decision_is_told(host, caplog):
     caplog.set_level(logging.INFO, "lightning_ssd")
     host.open(built())
     assert "no weights wait on drives: memory has room for " in caplog.text
@@ -259,7 +213,7 @@ def test_the_decision_is_told(host: Host, caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("capacity", [0, 1000 * GIB])
-def test_what_is_compiled_as_a_whole_is_not_counted_on(capacity: int, card: Card) -> None:
+def test_what_is_compiled_as_a_whole_is_not_counted_on(capacity, card):
     model = built()
     model.compile(backend="aot_eager")
     card.has(capacity)
@@ -272,7 +226,7 @@ def test_what_is_compiled_as_a_whole_is_not_counted_on(capacity: int, card: Card
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-def test_what_is_built_leaves_only_while_memory_is_short(is_short: bool, place: Place) -> None:
+def test_what_is_built_leaves_only_while_memory_is_short(is_short, place):
     place.is_used(GIB, available=GIB // 2 if is_short else 9 * GIB)
     offloader = place.open()
     with offloader.streamed_init():
@@ -285,7 +239,7 @@ def test_what_is_built_leaves_only_while_memory_is_short(is_short: bool, place: 
     assert same(train(model, offloader), train(built()))
 
 
-def test_registered_again_it_is_decided_again(host: Host) -> None:
+def test_registered_again_it_is_decided_again(host):
     plain, model = built(), built()
     expected = train(plain, steps=2) + train(plain, steps=2) + train(plain, steps=2)
     offloader = host.open(model)
@@ -298,7 +252,7 @@ def test_registered_again_it_is_decided_again(host: Host) -> None:
     assert same(found, expected)
 
 
-def test_registered_again_as_many_wait_as_before(card: Card) -> None:
+def test_registered_again_as_many_wait_as_before(card):
     """What is away is neither held nor lost sight of, and no gradient comes back to be counted."""
     offloader = card.open(**TRAINED)
     trained = 4 * 9 * WIDTH * WIDTH
@@ -315,7 +269,7 @@ def test_registered_again_as_many_wait_as_before(card: Card) -> None:
     offloader.end_backward()
     gradients = [parameter.grad for name, parameter in loop.model.named_parameters() if name in before]
 
-    def have_left() -> bool:
+    def have_left():
         return all(storage_of(gradient).nbytes() == 0 for gradient in gradients if gradient is not None)
 
     assert eventually(offloader, have_left)
@@ -327,7 +281,7 @@ def test_registered_again_as_many_wait_as_before(card: Card) -> None:
     assert tier.progress().read_bytes == read_bytes
 
 
-def test_another_model_s_gradients_and_states_are_counted_until_it_is_gone(host: Host) -> None:
+def test_another_model_s_gradients_and_states_are_counted_until_it_is_gone(host):
     first = nn.Linear(512, 512, bias=False)  # 1 MiB: with its gradient and AdamW's states 3 more to come
     host.has_room(4 << 20, coming=0)
     offloader = host.open()
@@ -341,7 +295,7 @@ def test_another_model_s_gradients_and_states_are_counted_until_it_is_gone(host:
     assert host.waiting(other) == []
 
 
-def test_a_model_larger_than_the_device_moves_in(card: Card) -> None:
+def test_a_model_larger_than_the_device_moves_in(card):
     """What half of the device has room for stays, the others leave as they come."""
     plain, model = built(), built()
     card.stays_on_host(model)
@@ -363,20 +317,6 @@ def test_a_model_larger_than_the_device_moves_in(card: Card) -> None:
     assert equal_weights(model, plain)
 
 
-def test_what_has_left_on_the_way_and_has_room_comes_back(card: Card) -> None:
-    plain, model = built(), built()
-    card.stays_on_host(model)
-    card.has(0)
-    offloader = card.open()
-    offloader.move_in(model)
-    assert len(away(model)) == NUM_WEIGHTS
-    card.has(1000 * GIB)
-    offloader.register_module(model)
-    assert away(model) == card.waiting(model) == []
-    assert same(train(model, offloader), train(plain))
-    assert all("forward" not in vars(module) for module in model.modules())
-
-
 # -- what else needs memory ------------------------------------------------------------------------------------------
 
 
@@ -391,17 +331,17 @@ def test_what_has_left_on_the_way_and_has_room_comes_back(card: Card) -> None:
         (Needs(keeps_states=False, state_bytes=7), 100 + 200 + 7),
     ],
 )
-def test_gradients_and_states_to_come(needs: Needs, coming: int) -> None:
+def test_gradients_and_states_to_come(needs, coming):
     assert needs.coming_bytes(100, 40, 0) == coming
     assert needs.coming_bytes(0, 0, 0) == 0
 
 
-def test_gradients_that_there_are_do_not_come() -> None:
+def test_gradients_that_there_are_do_not_come():
     assert Needs().coming_bytes(100, 0, 30) == 70 + 200
     assert Needs(gradients="offload").coming_bytes(100, 0, 30) == 200
 
 
-def test_states_in_an_update_are_counted_as_the_optimizer_has_them() -> None:
+def test_states_in_an_update_are_counted_as_the_optimizer_has_them():
     for num_directories in (1, 2, 3):
         for num_gib in (0.01, 1, 3, 16, 100, 1000):
             trained = int(num_gib * GIB) // 2
@@ -435,7 +375,7 @@ def test_states_in_an_update_are_counted_as_the_optimizer_has_them() -> None:
         ({"gradients": "offload"}, "gradients='offload' needs optimizer_states='offload'; without it"),
     ],
 )
-def test_settings_that_would_be_ignored(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_would_be_ignored(settings, message):
     with pytest.raises(ConfigError, match=message):
         OffloadPolicy(**settings)
 
@@ -449,14 +389,12 @@ def test_settings_that_would_be_ignored(settings: dict[str, Any], message: str) 
         ({"gradients": "offload"}, {"agree": list}, "gradients='offload' got several processes"),
     ],
 )
-def test_where_it_cannot_work_yet(
-    policy: dict[str, Any], options: dict[str, Any], message: str, spill_dir: Path
-) -> None:
+def test_where_it_cannot_work_yet(policy, options, message, spill_dir):
     chosen = OffloadPolicy(**{"activations": "keep", "optimizer_states": "offload"} | policy)
     with pytest.raises(ConfigError, match=message):
         Offloader(policy=chosen, hardware=HardwareProfile(paths=[spill_dir]), **options).open()
 
 
-def test_several_processes_of_a_device_are_refused(card: Card) -> None:
+def test_several_processes_of_a_device_are_refused(card):
     with pytest.raises(ConfigError, match=r"OffloadPolicy.parameters='auto' got several processes on 'cpu'"):
         card.open(agree=list)

@@ -2,29 +2,23 @@
 first one.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import Offloader, OffloadPolicy
+from lightning_ssd import OffloadPolicy
 from lightning_ssd.common.formatting import as_setting
 from lightning_ssd.errors import BudgetError
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import level_bytes
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from tests.support.named_budget import named_budget
-from tests.support.offloaders import offloaders
 
 MIB = 1 << 20
 UNIT_BYTES = 40 * MIB
@@ -35,15 +29,13 @@ SMALL = {"rows": 256, "steps": 4}
 TRAINED = FROZEN | {"kind": "trained", "gradients": "auto", "optimizer_states": "offload"}
 
 
-def trained(settings: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """What the worker tells."""
+def trained(settings, directory):
     command = [sys.executable, "-m", "tests.support.budget_worker", json.dumps(settings), str(directory)]
-    told: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return told
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.fixture(scope="module", params=["frozen", "trained"])
-def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def kept(request, tmp_path_factory):
     """How a kind is trained, and what is told of training it without us."""
     chosen = {"frozen": FROZEN, "trained": TRAINED}[request.param] | SMALL
     told = trained({"kind": request.param, "activations": "keep"} | SMALL, tmp_path_factory.mktemp("kept"))
@@ -52,7 +44,7 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [*(pytest.param(share, marks=pytest.mark.exhaustive) for share in (0.6, 0.25)), 0.4])
-def test_each_step_stays_within_the_budget(share: float, kept: dict[str, Any], spill_dir: Path) -> None:
+def test_each_step_stays_within_the_budget(share, kept, spill_dir):
     budget = int(share * max(kept["peaks_mib"]))
     told = trained(kept["settings"] | {"budget_mib": budget}, spill_dir)
     assert told["error"] is None
@@ -62,7 +54,7 @@ def test_each_step_stays_within_the_budget(share: float, kept: dict[str, Any], s
 
 
 @pytest.mark.slow
-def test_memory_that_no_trace_has_shown_exceeds_a_budget_once(spill_dir: Path) -> None:
+def test_memory_that_no_trace_has_shown_exceeds_a_budget_once(spill_dir):
     told = trained(FROZEN | {"budget_mib": 196, "rows": 128, "num_copies": 8, "steps": 4}, spill_dir)
     assert told["error"] is None
     assert told["peaks_mib"][1] > 196, "else there was nothing to learn"
@@ -70,49 +62,31 @@ def test_memory_that_no_trace_has_shown_exceeds_a_budget_once(spill_dir: Path) -
 
 
 class Stack(nn.Module):
-    """Frozen units, with a little that is trained between them."""
-
-    def __init__(self, number: int = 4) -> None:
+    def __init__(self, number=4):
         super().__init__()
         width = int((UNIT_BYTES // 4) ** 0.5)
         self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(number))
         self.scales = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(number))
         self.blocks.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block, scale in zip(self.blocks, self.scales, strict=True):
             x = block(x) * scale
         return x
 
 
-def policy(**options: Any) -> OffloadPolicy:
+def policy(**options):
     return OffloadPolicy(**{"parameters": "auto", "activations": "auto"} | options)
 
 
-@pytest.fixture
-def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
-    with offloaders(spill_dir, policy) as make:
-        yield make
-
-
-def train(model: Stack, offloader: Offloader, steps: int) -> None:
-    for _ in range(steps):
-        with offloader.saved_tensors(signature="one kind"):
-            loss = model(torch.ones(150, model.blocks[0].in_features)).square().mean()
-        loss.backward()
-        offloader.end_backward()
-
-
-def waiting(model: nn.Module) -> int:
+def waiting(model):
     return sum(p.nbytes for p in model.parameters() if is_mapped(p.untyped_storage()))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_without_room_for_what_cannot_wait_is_refused_before_the_first_step(
-    opened: Callable[..., Offloader],
-) -> None:
+def test_a_budget_without_room_for_what_cannot_wait_is_refused_before_the_first_step(opened):
     model = Stack()
     gc.collect()
     trim()  # or memory that earlier tests have left would leave in between
@@ -143,22 +117,21 @@ def test_a_budget_without_room_for_what_cannot_wait_is_refused_before_the_first_
 class Table(nn.Module):
     """Much memory and little work: 20 MiB of frozen weights, 20 MiB of activations."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(5 * 1024, 1024).requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(1024))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x * self.scale + self.table(torch.arange(4)).sum()
 
 
-def tables() -> nn.Module:
+def tables():
     torch.manual_seed(0)
     return nn.Sequential(*(Table() for _ in range(8)))
 
 
-def scaled(model: nn.Module, offloader: Offloader | None, seen: list[int]) -> list[torch.Tensor]:
-    """Losses and gradients."""
+def scaled(model, offloader, seen):
     found = []
     for _ in range(4):
         with nullcontext() if offloader is None else offloader.saved_tensors(signature="one kind"):
@@ -172,9 +145,7 @@ def scaled(model: nn.Module, offloader: Offloader | None, seen: list[int]) -> li
     return found
 
 
-def test_weights_make_room_before_a_budget_is_refused(
-    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_make_room_before_a_budget_is_refused(opened, monkeypatch):
     """As if nothing were needed for activations: no plan fits into what is left of the budget."""
     monkeypatch.setattr("lightning_ssd.planning.residency._UNKNOWN_SHARE", 0.0)
     expected = scaled(tables(), None, [])
@@ -193,9 +164,7 @@ def test_weights_make_room_before_a_budget_is_refused(
 # -- weights that show a file ----------------------------------------------------------------------------------------
 
 
-def test_weights_that_were_read_from_their_file_do_not_count_twice(
-    opened: Callable[..., Offloader], tmp_path: Path
-) -> None:
+def test_weights_that_were_read_from_their_file_do_not_count_twice(opened, tmp_path):
     torch.save(Stack().state_dict(), tmp_path / "weights.pt")
     model = Stack()
     model.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=True), assign=True)

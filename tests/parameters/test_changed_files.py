@@ -1,66 +1,52 @@
 """Frozen weights that wait in the file that they were mapped from, while that changes, or gives back other bytes."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import CorruptionError, StorageError
 from lightning_ssd.parameters.files import source_files
 from lightning_ssd.parameters.files.file_slices import private_mapping
 from lightning_ssd.parameters.windows import Window
-from tests.parameters.test_paged_weights import policy
-from tests.parameters.test_weights_in_place import Make, loaded, saved
-from tests.support.offloaders import offloaders
+from tests.parameters.test_paged_weights import policy  # noqa: F401  # that of ``opened``
+from tests.parameters.test_weights_in_place import loaded, saved
 from tests.support.weight_loops import built, equal_weights, frozen, same, train
 
 
-@pytest.fixture
-def opened(spill_dir: Path) -> Iterator[Make]:
-    with offloaders(spill_dir, policy) as make:
-        yield make
-
-
-def _overwritten(path: Path) -> None:
+def _overwritten(path):
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         file.write(b"\x00" * 5000)
 
 
-def _saved_again(path: Path) -> None:
+def _saved_again(path):
     state = {name: value * 2 for name, value in built().state_dict().items() if name != "head.weight"}
     path.write_bytes(b"")
     save_file(state, path.with_suffix(".new"))
     path.write_bytes(path.with_suffix(".new").read_bytes())
 
 
-def _with_its_old_time(path: Path) -> None:
+def _with_its_old_time(path):
     before = path.stat()
     _overwritten(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @pytest.mark.parametrize("change", [_overwritten, _saved_again, _with_its_old_time])
-def test_a_file_that_changes_ends_training_in_the_same_step(
-    change: Callable[[Path], None], opened: Make, folder: Path
-) -> None:
+def test_a_file_that_changes_ends_training_in_the_same_step(change, opened, folder):
     (path,) = saved(folder)
     model = loaded([path])
     offloader = opened(model)
     updates = []
 
-    def edit(model: nn.Module, step: int) -> None:
+    def edit(model, step):
         updates.append(step)
         if step == 1:
             change(path)
@@ -72,7 +58,7 @@ def test_a_file_that_changes_ends_training_in_the_same_step(
         offloader.close()
 
 
-def test_a_change_right_after_the_taking_over_is_seen(opened: Make, folder: Path) -> None:
+def test_a_change_right_after_the_taking_over_is_seen(opened, folder):
     """A clock that is coarse could give both the same time."""
     (path,) = saved(folder)
     model = loaded([path])
@@ -86,7 +72,7 @@ def test_a_change_right_after_the_taking_over_is_seen(opened: Make, folder: Path
 
 
 @pytest.mark.parametrize("change", ["link", "unlink", "replace"])
-def test_other_names_of_the_file_do_no_harm(change: str, opened: Make, folder: Path) -> None:
+def test_other_names_of_the_file_do_no_harm(change, opened, folder):
     (path,) = saved(folder)
     plain, model = loaded([path]), loaded([path])
     expected = train(plain)
@@ -102,7 +88,7 @@ def test_other_names_of_the_file_do_no_harm(change: str, opened: Make, folder: P
     assert same(train(model, offloader), expected)
 
 
-def _flip_a_bit(path: Path) -> None:
+def _flip_a_bit(path):
     """Of a weight of the second block, as a drive would: nothing tells of it."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size - 10_000)
@@ -112,9 +98,7 @@ def _flip_a_bit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", ["off", "full"])
-def test_a_flipped_bit_is_noticed_with_full_verification(
-    verify: str, monkeypatch: pytest.MonkeyPatch, opened: Make, folder: Path
-) -> None:
+def test_a_flipped_bit_is_noticed_with_full_verification(verify, monkeypatch, opened, folder):
     """What is patched stays so until the offloader has been closed."""
     paths = saved(folder)
     plain, model = loaded(paths), loaded(paths)
@@ -132,20 +116,16 @@ def test_a_flipped_bit_is_noticed_with_full_verification(
 
 
 @pytest.mark.parametrize("is_edited", [False, True])
-def test_a_weight_may_go_while_its_bytes_are_verified(
-    is_edited: bool, opened: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_may_go_while_its_bytes_are_verified(is_edited, opened, folder, monkeypatch):
     model = loaded(saved(folder))
     offloader = opened(model, verify="full")
     pager = offloader._parts.parameters.pager
-    assert pager is not None
     weight = pager.find(model.blocks[0].up.weight.untyped_storage())
-    assert weight is not None
     if is_edited:
         model.blocks[0].up.weight.data.view(-1)[0] += 1
     look, are_mapped = source_files.checksum, []
 
-    def drop_then_look(region: Region) -> int:
+    def drop_then_look(region):
         up = model.blocks[0].up
         up.weight = nn.Parameter(up.weight.detach().clone(), requires_grad=False)
         pager.border()
@@ -157,7 +137,7 @@ def test_a_weight_may_go_while_its_bytes_are_verified(
     assert are_mapped == [True]
 
 
-def test_a_file_that_no_weight_waits_in_any_more_may_change(opened: Make, folder: Path) -> None:
+def test_a_file_that_no_weight_waits_in_any_more_may_change(opened, folder):
     (path,) = saved(folder)
     model, other = loaded([path]), frozen(built())
     offloader = opened(model)
@@ -171,7 +151,7 @@ def test_a_file_that_no_weight_waits_in_any_more_may_change(opened: Make, folder
     offloader.close()
 
 
-def test_a_weight_that_was_copied_from_a_changed_file_is_noticed(opened: Make, folder: Path) -> None:
+def test_a_weight_that_was_copied_from_a_changed_file_is_noticed(opened, folder):
     (path,) = saved(folder)
     model = loaded([path])
     offloader = opened(model)
@@ -179,9 +159,9 @@ def test_a_weight_that_was_copied_from_a_changed_file_is_noticed(opened: Make, f
     os.utime(path)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    met: list[weakref.ref[torch.Tensor]] = []
+    met = []
 
-    def step() -> None:
+    def step():
         batch = torch.zeros(3)
         met.append(weakref.ref(batch))
         train(model, offloader, steps=1)
@@ -195,11 +175,10 @@ def test_a_weight_that_was_copied_from_a_changed_file_is_noticed(opened: Make, f
         offloader.close()
 
 
-def test_a_file_that_refuses_to_be_closed_leaves_nothing_of_the_offloader(folder: Path, opened: Make) -> None:
+def test_a_file_that_refuses_to_be_closed_leaves_nothing_of_the_offloader(folder, opened):
     model, plain = loaded(saved(folder, num_shards=2)), built()
     inside = opened(model)
     weights = inside._parts.parameters.weights
-    assert weights is not None
     mapped = [weight.memory for weight in weights.pager.weights]
     sources = list(weights._sources._files.values())
     os.close(sources[-1].fd)

@@ -4,21 +4,16 @@ Each block is late on purpose: a kernel sleeps in front of it, so that whoever d
 memory that is not there yet, or gives back memory that is still used.
 """
 
-from __future__ import annotations
-
 import gc
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, OffloadStats
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.sent_storages import is_in_other_processes
 from lightning_ssd.parameters import step_memory
 from lightning_ssd.parameters.guard.guard import is_guarded
@@ -33,17 +28,17 @@ pytestmark = pytest.mark.gpu
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         torch.cuda._sleep(SLEEP_CYCLES)
         return x + self.down(torch.relu(self.up(x))) + self.adapter(x)
 
 
-def built() -> nn.Module:
+def built():
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
     for name, parameter in model.named_parameters():
@@ -51,13 +46,7 @@ def built() -> nn.Module:
     return model
 
 
-def train(
-    model: nn.Module,
-    offloader: Offloader | None,
-    *,
-    steps: int = 4,
-    between: Callable[[int], object] = lambda step: None,
-) -> list[torch.Tensor]:
+def train(model, offloader, *, steps=4, between=lambda step: None):
     update = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
     found = []
     for step in range(steps):
@@ -79,7 +68,7 @@ def train(
 @pytest.mark.parametrize("own_stream", [False, True], ids=["default", "own"])
 @pytest.mark.parametrize("host_memory", [0, "1GiB"], ids=["drive", "host"])
 @pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
-def test_bits_and_memory(activations: Any, host_memory: Any, own_stream: bool, spill_dir: Path) -> None:
+def test_bits_and_memory(activations, host_memory, own_stream, spill_dir):
     make_deterministic(DEVICE)
     expected = train(built().to(DEVICE), None)
     policy = OffloadPolicy(parameters="offload", activations=activations)
@@ -106,7 +95,7 @@ def test_bits_and_memory(activations: Any, host_memory: Any, own_stream: bool, s
     assert all(torch.equal(state[name], plain.state_dict()[name]) for name in frozen)
 
 
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-3),
     "fused": lambda weights: torch.optim.AdamW(weights, lr=1e-3, fused=True),
     "loop": lambda weights: torch.optim.AdamW(weights, lr=1e-3, foreach=False),
@@ -115,9 +104,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-def train_all(
-    offloader: Offloader | None, optimizer: str, *, steps: int = 4, trained: Callable[[], object] = lambda: None
-) -> list[torch.Tensor]:
+def train_all(offloader, optimizer, *, steps=4, trained=lambda: None):
     """Two batches a step, gradients clipped. Losses, norms, gradients and weights, in memory of the host.
 
     Args:
@@ -161,7 +148,7 @@ COMBINED += [(optimizer, "offload") for optimizer in OPTIMIZERS if optimizer != 
 @pytest.mark.parametrize(("optimizer", "activations"), COMBINED)
 @pytest.mark.parametrize("host_memory", [0, "1GiB"], ids=["drive", "host"])
 @pytest.mark.parametrize("gradients", ["keep", "offload"])
-def test_trained_weights(activations: Any, gradients: Any, host_memory: Any, optimizer: str, spill_dir: Path) -> None:
+def test_trained_weights(activations, gradients, host_memory, optimizer, spill_dir):
     make_deterministic(DEVICE)
     expected = train_all(None, optimizer)
     policy = OffloadPolicy(
@@ -178,7 +165,7 @@ def test_trained_weights(activations: Any, gradients: Any, host_memory: Any, opt
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_norms_of_a_list_in_parts(norm_type: float) -> None:
+def test_norms_of_a_list_in_parts(norm_type):
     """Clipping brings gradients that wait in parts: kernels must treat each tensor of a list by itself."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     sizes = [(7,), (1000, 1000), (3, 65_536), (65_537,), (4096, 4096)]
@@ -188,7 +175,7 @@ def test_norms_of_a_list_in_parts(norm_type: float) -> None:
     assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
 
 
-def test_gradients_leave_the_card(spill_dir: Path) -> None:
+def test_gradients_leave_the_card(spill_dir):
     """After backward the card holds none of them, but for those whose copies end."""
     model = built().requires_grad_(True).to(DEVICE)
     nbytes = sum(p.nbytes for p in model.parameters())
@@ -206,7 +193,7 @@ def test_gradients_leave_the_card(spill_dir: Path) -> None:
         assert all(p.grad is not None for p in model.parameters())
 
 
-def test_weights_that_are_on_the_card_leave_it(spill_dir: Path) -> None:
+def test_weights_that_are_on_the_card_leave_it(spill_dir):
     """Not only those that came to it by ``move_in()``."""
     before = allocated_bytes(DEVICE)
     model = built().requires_grad_(True).to(DEVICE)
@@ -218,7 +205,7 @@ def test_weights_that_are_on_the_card_leave_it(spill_dir: Path) -> None:
         assert leaves(offloader, lambda: allocated_bytes(DEVICE) - before < nbytes / 4)
 
 
-def test_what_was_sent_to_another_process_stays() -> None:
+def test_what_was_sent_to_another_process_stays():
     """PyTorch's own answer is that all memory of a card is shared."""
     sent, own = torch.zeros(8, device=DEVICE), torch.zeros(8, device=DEVICE)
     assert own.untyped_storage().is_shared()
@@ -227,8 +214,7 @@ def test_what_was_sent_to_another_process_stays() -> None:
     assert not is_in_other_processes(own.untyped_storage())
 
 
-def leaves(offloader: Offloader, has_left: Callable[[], bool]) -> bool:
-    """Whether memory is given back in time, which the training thread does, now and then."""
+def leaves(offloader, has_left):
     for _ in range(100):
         offloader.send_out_weights()
         if has_left():
@@ -241,7 +227,7 @@ def leaves(offloader: Offloader, has_left: Callable[[], bool]) -> bool:
 
 
 @contextmanager
-def allowed(nbytes: int) -> Iterator[None]:
+def allowed(nbytes):
     """While it is entered, PyTorch's allocator may take so much more of the card than it holds, and no more."""
     gc.collect()  # plain training has left cycles that hold memory
     torch.cuda.empty_cache()
@@ -260,7 +246,7 @@ WEIGHT_BYTES = NUM_BLOCKS * 8 * WIDTH * WIDTH * 4
 
 
 @pytest.mark.parametrize("is_capped", [False, pytest.param(True, marks=CAPS)], ids=["free", "capped"])
-def test_with_auto_frozen_weights_wait_as_far_as_the_card_lacks_memory(is_capped: bool, spill_dir: Path) -> None:
+def test_with_auto_frozen_weights_wait_as_far_as_the_card_lacks_memory(is_capped, spill_dir):
     make_deterministic(DEVICE)
     expected = [value.cpu() for value in train(built().to(DEVICE), None, steps=2)]  # what is found lies on the card
     policy = OffloadPolicy(parameters="auto", activations="keep")
@@ -284,21 +270,21 @@ def test_with_auto_frozen_weights_wait_as_far_as_the_card_lacks_memory(is_capped
 
 @CAPS
 @pytest.mark.parametrize("optimizer", ["adamw", "fused"])
-def test_with_auto_trained_weights_wait_with_their_gradients(optimizer: str, spill_dir: Path) -> None:
+def test_with_auto_trained_weights_wait_with_their_gradients(optimizer, spill_dir):
     make_deterministic(DEVICE)
     expected = train_all(None, optimizer)
     policy = OffloadPolicy(parameters="auto", gradients="auto", optimizer_states="offload", activations="keep")
     hardware = HardwareProfile(paths=[spill_dir], host_memory="1GiB")
     weights = NUM_BLOCKS * 9 * WIDTH * WIDTH * 4
     with allowed(4 * weights), Offloader(policy=policy, hardware=hardware, device=DEVICE) as offloader:
-        seen: list[OffloadStats] = []
+        seen = []
         found = train_all(offloader, optimizer, trained=lambda: seen.append(offloader.stats))
         assert seen[0].weights_bytes > 0
         assert seen[0].weights_bytes + seen[0].weights_kept_bytes == weights
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_with_auto_weights_leave_and_come_back_between_steps(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_auto_weights_leave_and_come_back_between_steps(spill_dir, monkeypatch):
     """Something else takes nearly all that is left of the card, and gives it back."""
     monkeypatch.setattr(step_memory, "_REST_S", 0.0)
     monkeypatch.setattr(residency, "_PATIENCE", 2)
@@ -309,10 +295,10 @@ def test_with_auto_weights_leave_and_come_back_between_steps(spill_dir: Path, mo
         model = built().to(DEVICE)
         offloader.register_module(model)
         assert offloader.stats.weights_bytes == 0
-        ballast: list[torch.Tensor] = []
-        waiting: list[int] = []
+        ballast = []
+        waiting = []
 
-        def between(step: int) -> None:
+        def between(step):
             waiting.append(offloader.stats.weights_bytes)
             if step == 1:
                 free = torch.cuda.mem_get_info(DEVICE)[0] - 4 * WEIGHT_BYTES
@@ -328,9 +314,7 @@ def test_with_auto_weights_leave_and_come_back_between_steps(spill_dir: Path, mo
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_with_auto_nothing_begins_to_wait_where_a_graph_was_captured(
-    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_auto_nothing_begins_to_wait_where_a_graph_was_captured(spill_dir, monkeypatch):
     """It reads the weights at their addresses whenever it is replayed."""
     monkeypatch.setattr(step_memory, "_REST_S", 0.0)
     make_deterministic(DEVICE)

@@ -1,12 +1,7 @@
 """What only a device has where weights leave it between steps: graphs that know addresses, streams, and its gauge."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +11,9 @@ from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.memory import gauge
 from lightning_ssd.memory.gauge import DeviceGauge
 from lightning_ssd.parameters.step_memory import StepMemory
-from tests.parameters.test_device_weights import away
 from tests.support.interrupted_points import Checkpoint, PointsIn
 from tests.support.late import late_copies
 from tests.support.pairs import each_once
-from tests.support.pretended import PretendedDevice
 from tests.support.pretended_training import on, pretended_device
 from tests.support.pretended_weights import weights_of
 from tests.support.residency import (
@@ -28,75 +21,56 @@ from tests.support.residency import (
     GIB,
     NUM_WEIGHTS,
     TRAINED,
-    Card,
-    RunningCard,
     blocks_of,
-    opened_place,
     policy,
     register,
     small_bytes,
 )
-from tests.support.weight_loops import NUM_BLOCKS, WIDTH, Loop, batches, built, equal_weights, same, train
-
-
-@pytest.fixture
-def card(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
-    with opened_place("device", spill_dir, monkeypatch) as made:
-        yield made
-
-
-@pytest.fixture
-def running(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningCard]:
-    with opened_place("running device", spill_dir, monkeypatch) as made:
-        yield made
+from tests.support.weight_loops import NUM_BLOCKS, WIDTH, Loop, batches, built, same, train
 
 
 class Asked:
-    """In the place of an accelerator, whose streams may be behind, and which may have graphs."""
-
     stream = None
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.is_in_capture = self.has_graph = False
         self.num_waits = 0
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self):
         return self.is_in_capture
 
-    def may_have_graphs(self) -> bool:
+    def may_have_graphs(self):
         return self.has_graph
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.num_waits += 1
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+def asked(monkeypatch):
     made = Asked()
     monkeypatch.setattr("lightning_ssd.parameters.device_weights.accelerator_of", lambda device: made)
     return made
 
 
 @pytest.mark.parametrize("name", ["is_in_capture", "has_graph"])
-def test_where_a_graph_may_know_addresses_nothing_begins_to_wait(name: str, running: RunningCard, asked: Asked) -> None:
+def test_where_a_graph_may_know_addresses_nothing_begins_to_wait(name, running_card, asked):
     """One that was captured while all weights stayed reads them past every door."""
     model = built()
-    offloader = running.open(model)
+    offloader = running_card.open(model)
     setattr(asked, name, True)
-    running.lack(GIB)
+    running_card.lack(GIB)
     train(model, offloader)
-    assert running.waiting(model) == []
+    assert running_card.waiting(model) == []
     setattr(asked, name, False)
     assert asked.num_waits == 0
     train(model, offloader)
-    assert len(running.waiting(model)) == NUM_WEIGHTS
+    assert len(running_card.waiting(model)) == NUM_WEIGHTS
     assert asked.num_waits == NUM_WEIGHTS, "streams that nobody has told of may use each"
 
 
 @pytest.mark.parametrize("num_staying", [1, NUM_BLOCKS])
-def test_registered_again_where_a_graph_may_know_addresses_as_many_wait_as_before(
-    num_staying: int, card: Card, asked: Asked, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_registered_again_where_a_graph_may_know_addresses_as_many_wait_as_before(num_staying, card, asked, caplog):
     plain, model = built(), built()
     if num_staying < NUM_BLOCKS:
         card.has_room((2 + num_staying) * BLOCK_BYTES, others=small_bytes(model))
@@ -115,55 +89,36 @@ def test_registered_again_where_a_graph_may_know_addresses_as_many_wait_as_befor
     assert len(card.waiting(model)) == NUM_WEIGHTS
 
 
-def test_saved_activations_that_need_room_get_it(card: Card) -> None:
+def test_saved_activations_that_need_room_get_it(card):
     model = built()
     offloader = card.open(model, activations="auto")
     scheduler = offloader._parts.scheduler
-    assert scheduler is not None
     assert scheduler.make_room(BLOCK_BYTES // 2)
     expected = train(built())
     assert same(train(model, offloader), expected)
     assert 0 < len(blocks_of(card.waiting(model))) < NUM_BLOCKS
 
 
-def test_a_checkpoint_and_the_end(card: Card) -> None:
-    plain, model = built(), built()
-    card.has_room(4 * BLOCK_BYTES, others=small_bytes(model))
-    offloader = card.open(model)
-    train(plain, steps=2)
-    train(model, offloader, steps=2)
-    with offloader.host_copies():
-        state = model.state_dict()
-    assert same(list(state.values()), list(plain.state_dict().values()))
-    assert card.waiting(model)
-    offloader.close()
-    assert away(model) == card.waiting(model) == []
-    assert equal_weights(model, plain)
-    assert same(train(model), train(plain))
-
-
 # -- interrupts --------------------------------------------------------------------------------------------------------
 
 
-def alternating(running: RunningCard, run: Callable[[int], object]) -> Callable[[], None]:
-    """What makes weights leave and come back in turn, in as many steps as that takes."""
+def alternating(running_card, run):
     turn = [0]
 
-    def one() -> None:
+    def one():
         turn[0] += 1
-        running.lack(GIB if turn[0] % 2 else -GIB)
+        running_card.lack(GIB if turn[0] % 2 else -GIB)
         run(2 if turn[0] % 2 else 5)
 
     return one
 
 
 @pytest.fixture
-def without_delay(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
-    """Opens one offloader whose copies end at once."""
+def without_delay(spill_dir):
     with late_copies(max_delay_s=0) as copies:
         made = []
 
-        def make(**options: Any) -> Offloader:
+        def make(**options):
             hardware = HardwareProfile(paths=[spill_dir])
             made.append(Offloader(policy=policy(**options), hardware=hardware, _copies=copies).open())
             return made[-1]
@@ -173,16 +128,16 @@ def without_delay(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
             offloader.close()
 
 
-def test_an_interrupt_at_each_point_costs_no_bit(running: RunningCard, without_delay: Callable[..., Offloader]) -> None:
+def test_an_interrupt_at_each_point_costs_no_bit(running_card, without_delay):
     """Of a forward before which weights leave, and of one before which they come back."""
     names = ("paged_weights", "device_weights", "device_memory", "residents")
     points = PointsIn(*(f"parameters/{name}.py" for name in names))
     num, ids, model, offloader = 0, next(batches(1)), built(), without_delay()
-    running.models.append(model)
+    running_card.models.append(model)
     offloader.register_module(model)
     expected = model(ids).detach().clone()
 
-    def run(steps: int) -> None:
+    def run(steps):
         for _ in range(steps):
             with offloader.saved_tensors():
                 loss = model(ids).sum()
@@ -190,9 +145,9 @@ def test_an_interrupt_at_each_point_costs_no_bit(running: RunningCard, without_d
             offloader.end_backward()
             model.zero_grad()
 
-    one = alternating(running, run)
+    one = alternating(running_card, run)
     one()
-    assert len(running.waiting(model)) == NUM_WEIGHTS
+    assert len(running_card.waiting(model)) == NUM_WEIGHTS
     while (where := points.interrupt(one)) is not None:
         num += 1
         model.zero_grad()
@@ -202,19 +157,17 @@ def test_an_interrupt_at_each_point_costs_no_bit(running: RunningCard, without_d
     assert torch.equal(model(ids), expected)
     assert num > 50
     offloader.close()
-    assert running.waiting(model) == []
+    assert running_card.waiting(model) == []
 
 
 @pytest.mark.exhaustive
-def test_an_interrupt_while_trained_weights_move_costs_no_bit(
-    running: RunningCard, without_delay: Callable[..., Offloader]
-) -> None:
+def test_an_interrupt_while_trained_weights_move_costs_no_bit(running_card, without_delay):
     """After it the last checkpoint is loaded, and the steps repeated."""
     points, num = PointsIn(*(f"parameters/{name}.py" for name in ("paged_parameters", "device_gradients"))), 0
-    loop = running.loop(without_delay(**TRAINED)).run(1)
+    loop = running_card.loop(without_delay(**TRAINED)).run(1)
     checkpoint = Checkpoint(loop)
     expected = checkpoint.load(Loop()).run(1).result()
-    while (where := points.interrupt(alternating(running, loop.run))) is not None:
+    while (where := points.interrupt(alternating(running_card, loop.run))) is not None:
         num += 1
         assert same(checkpoint.load(loop).run(1).result(), expected), where
         checkpoint.load(loop)
@@ -225,13 +178,11 @@ def test_an_interrupt_while_trained_weights_move_costs_no_bit(
 
 
 class Waiting(SimpleNamespace):
-    """Weights that wait, as a gauge sees them."""
-
     present_bytes: int
     window_bytes: int
 
 
-def test_weights_in_use_are_available_and_not_held(card: Card) -> None:
+def test_weights_in_use_are_available_and_not_held(card):
     card.capacity_bytes, card.others_bytes = 1000, 300
     device = DeviceGauge(torch.device("cpu"))
     assert (device.held_bytes(), device.available_bytes(0), device.window_bytes()) == (300, 700, 0)
@@ -243,29 +194,27 @@ def test_weights_in_use_are_available_and_not_held(card: Card) -> None:
 
 
 @pytest.mark.parametrize(("is_capturing", "stats"), [(True, {"reserved": 1}), (False, {})])
-def test_a_device_that_cannot_be_asked_has_unknown_memory(
-    is_capturing: bool, stats: dict[str, int], card: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_cannot_be_asked_has_unknown_memory(is_capturing, stats, card, monkeypatch):
     accelerator = SimpleNamespace(is_capturing=lambda: is_capturing, memory_stats=lambda: stats)
     monkeypatch.setattr(gauge, "accelerator_of", lambda device: accelerator)
     assert DeviceGauge(torch.device("cpu")).available_bytes(0) is None
 
 
-def test_a_peak_that_rises_in_a_step_shows_temporaries(running: RunningCard) -> None:
+def test_a_peak_that_rises_in_a_step_shows_temporaries(running_card):
     device = DeviceGauge(torch.device("cpu"))
     device.count_out(Waiting(present_bytes=0, window_bytes=50))
     watched = StepMemory(device)
-    running.others_bytes, running.peak_bytes = 100, 900
+    running_card.others_bytes, running_card.peak_bytes = 100, 900
     assert watched.begin() is None
     watched.end(is_seen=True)
     assert watched.begin() == 100, "the peak may be of any time before"
-    running.peak_bytes = 950
+    running_card.peak_bytes = 950
     watched.end(is_seen=False)
     assert watched.begin() == 950 - 50, "of the peak, so much may be weights that wait"
     watched.end(is_seen=False)
     assert watched.begin() == 900, "a step that nobody has seen tells nothing"
-    running.peak_bytes = 10  # somebody has begun it anew
-    running.others_bytes = 130
+    running_card.peak_bytes = 10  # somebody has begun it anew
+    running_card.others_bytes = 130
     watched.look()
     watched.end(is_seen=True)
     assert watched.begin() == 130 + 30
@@ -275,11 +224,11 @@ def test_a_peak_that_rises_in_a_step_shows_temporaries(running: RunningCard) -> 
 
 
 @pytest.fixture
-def racing(spill_dir: Path) -> Iterator[Callable[..., Any]]:
+def racing(spill_dir):
     """Opens offloaders of a device whose streams run in any order, and whose races are faults."""
     made = []
 
-    def make(device: PretendedDevice, *modules: nn.Module, **options: Any) -> Offloader:
+    def make(device, *modules, **options):
         hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True, host_memory="1MiB")
         made.append(Offloader(policy=policy(**options), hardware=hardware, **on(device)).open(*modules))
         return made[-1]
@@ -290,20 +239,20 @@ def racing(spill_dir: Path) -> Iterator[Callable[..., Any]]:
 
 
 @each_once("activations, seed", ["keep", "offload"], range(2))
-def test_no_race(activations: str, seed: int, running: RunningCard, racing: Callable[..., Any]) -> None:
-    def trained(offloader: Offloader | None) -> list[torch.Tensor]:
-        def between(model: nn.Module, optimizer: object, step: int) -> None:
-            seen.append(len(running.waiting(model)))
+def test_no_race(activations, seed, running_card, racing):
+    def trained(offloader):
+        def between(model, optimizer, step):
+            seen.append(len(running_card.waiting(model)))
             if step in (1, 3):
-                running.lack(BLOCK_BYTES // 2 if step == 1 else -GIB)
+                running_card.lack(BLOCK_BYTES // 2 if step == 1 else -GIB)
 
         loop = Loop(None, after_step=between)
-        running.models[:] = [loop.model]
+        running_card.models[:] = [loop.model]
         if offloader is not None:
             register(loop, offloader)
         return loop.run(10).result()
 
-    seen: list[int] = []
+    seen = []
     with pretended_device(seed=seed, lag_s=0.001) as device, weights_of(device):
         expected = trained(None)
         seen.clear()
@@ -315,35 +264,35 @@ def test_no_race(activations: str, seed: int, running: RunningCard, racing: Call
     assert 0 < seen[3] < 13
 
 
-def linears() -> nn.Module:
+def linears():
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).requires_grad_(False)
 
 
-def one_step(model: nn.Module, offloader: Offloader, x: torch.Tensor) -> None:
+def one_step(model, offloader, x):
     with offloader.saved_tensors():
         loss = model(x.clone().requires_grad_()).sum()
     loss.backward()
     offloader.end_backward()
 
 
-def test_streams_that_nobody_tells_of_may_use_what_came_back(running: RunningCard, racing: Callable[..., Any]) -> None:
+def test_streams_that_nobody_tells_of_may_use_what_came_back(running_card, racing):
     """They waited once, when the model was made, as suffices for weights that nobody changes."""
     x = torch.ones(4, WIDTH)
     with pretended_device(lag_s=0.02) as device, weights_of(device):
         model = linears()
-        running.models.append(model)
+        running_card.models.append(model)
         with device.stream("side"), torch.no_grad():
             device.wait_stream("main")
             expected = model(x)
         device.wait_stream("side")
         with racing(device, model) as offloader:
             for lacking, num_steps in ((GIB, 2), (-GIB, 5)):
-                running.lack(lacking)
+                running_card.lack(lacking)
                 for _ in range(num_steps):
                     one_step(model, offloader, x)
-                    if lacking < 0 and not running.waiting(model):
+                    if lacking < 0 and not running_card.waiting(model):
                         break
-                assert bool(running.waiting(model)) is (lacking > 0)
+                assert bool(running_card.waiting(model)) is (lacking > 0)
             with device.stream("side"), torch.no_grad():
                 assert torch.equal(model(x), expected)
                 for parameter in model.parameters():
@@ -351,33 +300,31 @@ def test_streams_that_nobody_tells_of_may_use_what_came_back(running: RunningCar
     assert device.faults == []
 
 
-def test_what_another_thread_uses_meanwhile_leaves_after_that(
-    running: RunningCard, asked: Asked, racing: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_thread_uses_meanwhile_leaves_after_that(running_card, asked, racing, monkeypatch):
     """On a stream of its own, as an evaluation does, while others are being written."""
     x = torch.ones(4, WIDTH)
     with pretended_device(lag_s=0.005) as device, weights_of(device):
 
-        def synchronize() -> None:
+        def synchronize():
             for stream in ("main", "side"):
                 device.mark(stream).synchronize()
 
         monkeypatch.setattr(asked, "synchronize", synchronize)
         model = linears()
-        running.models.append(model)
+        running_card.models.append(model)
         synchronize()
         with racing(device, model) as offloader:
             pager = offloader._parts.parameters.weights.pager
             put_away = pager.put_away
 
-            def used_meanwhile(weight: Any) -> None:
+            def used_meanwhile(weight):
                 put_away(weight)
                 with device.stream("side"), torch.no_grad():
                     model[3](x)
 
             monkeypatch.setattr(pager, "put_away", used_meanwhile)
-            running.lack(GIB)
+            running_card.lack(GIB)
             for _ in range(2):
                 one_step(model, offloader, x)
-            assert len(running.waiting(model)) == 4
+            assert len(running_card.waiting(model)) == 4
     assert device.faults == []

@@ -1,13 +1,8 @@
 """Gradients of a device whose drives fail, fill or are interrupted, and what is left of them at the end."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,33 +10,22 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.errors import OffloaderClosedError, StorageError
-from lightning_ssd.planning import update_memory
-from tests.parameters.test_device_gradients import Opened, backward, gone, have_left, pager_of, policy
+from tests.parameters.test_device_gradients import gone, have_left, pager_of, policy
 from tests.parameters.test_device_weights import eventually
 from tests.support import weight_loops
 from tests.support.faults import FaultyBackend, always, eio, enospc
 from tests.support.interrupted_points import Checkpoint, PointsIn
 from tests.support.late import late_copies
-from tests.support.offloaders import offloaders
 from tests.support.pairs import each_once
 from tests.support.pretended_training import on, pretended_device
 from tests.support.pretended_weights import weights_of
 from tests.support.weight_loops import PROGRAMS, Loop, same
 
-
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update of this model in many parts, of which some are slices of a gradient."""
-    monkeypatch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 17)
+IS_LATE = True
+pytestmark = pytest.mark.usefixtures("many_parts")
 
 
-@pytest.fixture
-def opened(spill_dir: Path) -> Iterator[Opened]:
-    with offloaders(spill_dir, policy, is_late=True) as make:
-        yield make
-
-
-def test_what_wears_drives_is_told_before_the_first_step(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_wears_drives_is_told_before_the_first_step(opened, caplog):
     with caplog.at_level(logging.INFO, "lightning_ssd"):
         Loop(opened(host_memory=0))
         Loop(opened(host_memory="1GiB"))
@@ -51,10 +35,10 @@ def test_what_wears_drives_is_told_before_the_first_step(opened: Opened, caplog:
     assert "writes 0.00" in told[1] or "writes 0 " in told[1]
 
 
-def test_places_come_back(opened: Opened) -> None:
+def test_places_come_back(opened):
     """A place is free once its last read has ended, in a worker."""
     offloader = opened()
-    tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
+    tier = offloader._parts.parameters.gradients._tiers.ssd
     loop = Loop(offloader).run(2)
     num_units = set()
     for _ in range(4):
@@ -65,15 +49,15 @@ def test_places_come_back(opened: Opened) -> None:
     assert len(num_units) == 1
 
 
-def test_of_models_that_are_gone_nothing_is_left(opened: Opened) -> None:
+def test_of_models_that_are_gone_nothing_is_left(opened):
     offloader = opened()
     offloader.expect_no_optimizer()
-    tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
+    tier = offloader._parts.parameters.gradients._tiers.ssd
     for _ in range(3):
         loop = Loop()
         offloader.register_module(loop.model)
         loop.offloader = offloader
-        backward(loop)
+        loop.backward()
         del loop
         gc.collect()
         offloader.send_out_weights()
@@ -81,27 +65,27 @@ def test_of_models_that_are_gone_nothing_is_left(opened: Opened) -> None:
     assert not pager_of(offloader).weights
 
 
-def test_after_closing_they_are_plain_tensors(opened: Opened) -> None:
+def test_after_closing_they_are_plain_tensors(opened):
     offloader, plain = opened(), Loop()
     loop = Loop(offloader)
-    backward(loop)
+    loop.backward()
     assert have_left(offloader, loop.model)
     offloader.close()
     loop.offloader = None
-    backward(plain)
+    plain.backward()
     for one in (loop, plain):
-        backward(one, step=1)
+        one.backward(step=1)
     assert {type(p.grad) for p in loop.model.parameters()} == {torch.Tensor}
     assert same([p.grad for p in loop.model.parameters()], [p.grad for p in plain.model.parameters()])
 
 
-def test_who_uses_a_lost_gradient_is_refused(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_uses_a_lost_gradient_is_refused(opened, monkeypatch):
     offloader = opened()
     loop = Loop(offloader)
-    backward(loop)
+    loop.backward()
     assert have_left(offloader, loop.model)
 
-    def full(storage: torch.UntypedStorage, nbytes: int) -> None:
+    def full(storage, nbytes):
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
@@ -113,28 +97,28 @@ def test_who_uses_a_lost_gradient_is_refused(opened: Opened, monkeypatch: pytest
         parameter.grad.sum()
     loop.offloader = None
     with pytest.raises(OffloaderClosedError):
-        backward(loop, step=1)
+        loop.backward(step=1)
     loop.model.zero_grad()
-    backward(loop, step=1)
+    loop.backward(step=1)
     assert type(parameter.grad) is torch.Tensor
 
 
-def clip(model: nn.Module) -> torch.Tensor:
+def clip(model):
     return nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
 class Failing:
     """Drives that fail from :meth:`begin` on, until they are told to stop."""
 
-    def __init__(self, window: str, **fails: Callable[[], BaseException]) -> None:
+    def __init__(self, window, **fails):
         self._window, self._fails = window, fails
-        self._backends: list[FaultyBackend] = []
+        self._backends = []
 
-    def wrap(self, backend: Any) -> FaultyBackend:
+    def wrap(self, backend):
         self._backends.append(FaultyBackend(backend))
         return self._backends[-1]
 
-    def begin(self, window: str) -> None:
+    def begin(self, window):
         """A part of a step begins: in one of them the drives fail."""
         for name, error in self._fails.items():
             for backend in self._backends:
@@ -143,7 +127,7 @@ class Failing:
 
 @pytest.mark.parametrize("failure", [eio, enospc])
 @pytest.mark.parametrize("window", ["moving out", "accumulation", "clipping", "update"])
-def test_a_drive_that_takes_nothing_for_a_while_costs_no_bit(window: str, failure: Any, opened: Opened) -> None:
+def test_a_drive_that_takes_nothing_for_a_while_costs_no_bit(window, failure, opened):
     failing, found = Failing(window, fail_write=failure), []
     for offloader in (None, opened(_wrap_backend=failing.wrap)):
         loop, seen = Loop(offloader), []
@@ -151,9 +135,9 @@ def test_a_drive_that_takes_nothing_for_a_while_costs_no_bit(window: str, failur
             warnings.filterwarnings("ignore", message=".*(cannot|could not) be written")
             for step in range(3):
                 failing.begin("moving out")
-                backward(loop, step=2 * step)
+                loop.backward(step=2 * step)
                 failing.begin("accumulation")
-                backward(loop, step=2 * step + 1)
+                loop.backward(step=2 * step + 1)
                 failing.begin("clipping")
                 seen += [clip(loop.model), *(p.grad.clone() for p in loop.model.parameters())]
                 failing.begin("update")
@@ -165,14 +149,14 @@ def test_a_drive_that_takes_nothing_for_a_while_costs_no_bit(window: str, failur
 
 
 @pytest.mark.parametrize("window", ["accumulation", "clipping", "update"])
-def test_a_drive_that_gives_nothing_back_says_what_to_do(window: str, opened: Opened) -> None:
+def test_a_drive_that_gives_nothing_back_says_what_to_do(window, opened):
     failing = Failing(window, fail_read=eio)
     offloader = opened(_wrap_backend=failing.wrap)
     loop, plain = Loop(offloader), Loop()
-    backward(loop)
+    loop.backward()
     assert have_left(offloader, loop.model)
-    does: dict[str, Callable[[], object]] = {
-        "accumulation": lambda: backward(loop, step=1),
+    does = {
+        "accumulation": lambda: loop.backward(step=1),
         "clipping": lambda: clip(loop.model),
         "update": lambda: loop.optimizer.step(),
     }
@@ -192,15 +176,13 @@ def test_a_drive_that_gives_nothing_back_says_what_to_do(window: str, opened: Op
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parameters", [pytest.param("keep", marks=pytest.mark.exhaustive), "offload"])
-def test_an_interrupt_at_each_point_leaves_gradients_as_they_were_or_became(
-    parameters: Any, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_at_each_point_leaves_gradients_as_they_were_or_became(parameters, spill_dir, monkeypatch):
     """In accumulation, clipping and update. Then the last checkpoint is loaded, and the step repeated."""
     monkeypatch.setattr(weight_loops, "NUM_BLOCKS", 2)
 
-    def step(loop: Loop, seen: list[list[torch.Tensor]] | None = None) -> None:
+    def step(loop, seen=None):
         for number in range(2):
-            backward(loop, step=number)
+            loop.backward(step=number)
             if seen is not None:
                 seen.append([p.grad.clone() for p in loop.model.parameters()])
         clip(loop.model)
@@ -236,7 +218,7 @@ def test_an_interrupt_at_each_point_leaves_gradients_as_they_were_or_became(
         gc.collect()
         assert eventually(offloader, lambda: not pager_of(offloader).weights)
         if parameters == "keep":
-            tier = offloader._parts.parameters.gradients._tiers.ssd  # type: ignore[union-attr]
+            tier = offloader._parts.parameters.gradients._tiers.ssd
             assert eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
 
 
@@ -246,7 +228,7 @@ def test_an_interrupt_at_each_point_leaves_gradients_as_they_were_or_became(
     [0, "1MiB", "1GiB"],
     range(2),
 )
-def test_no_race(program: str, host_memory: Any, seed: int, spill_dir: Path) -> None:
+def test_no_race(program, host_memory, seed, spill_dir):
     options = PROGRAMS[program]
     expected = Loop(**options).run(3).result()
     with pretended_device(seed=seed) as device, weights_of(device):

@@ -1,59 +1,42 @@
 """Programs that are not kind to weights of a device that wait, nor to their gradients: the bits of plain training."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import Offloader
 from lightning_ssd.parameters.device_pager import _guarding_lost_weights
-from lightning_ssd.planning import update_memory
-from tests.parameters.test_device_gradients import backward, pager_of
 from tests.parameters.test_device_gradients import have_left as gradients_have_left
-from tests.parameters.test_device_training import Opened, have_left, policy
+from tests.parameters.test_device_gradients import pager_of
+from tests.parameters.test_device_training import have_left, policy  # noqa: F401  # the policy is that of ``opened``
 from tests.support.helpers import meaning_of
-from tests.support.offloaders import offloaders
 from tests.support.pairs import pairwise
 from tests.support.weight_loops import WIDTH, Loop, batches, same
+
+IS_LATE = True
+pytestmark = pytest.mark.usefixtures("many_parts")
 
 GRADIENTS = {"parameters": "keep", "gradients": "offload"}
 
 
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update of this model in many parts, of which some are slices of a weight."""
-    monkeypatch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 17)
-
-
-@pytest.fixture
-def opened(spill_dir: Path) -> Iterator[Opened]:
-    with offloaders(spill_dir, policy, is_late=True) as make:
-        yield make
-
-
-def _view_held(model: nn.Module, optimizer: Any, step: int) -> None:
+def _view_held(model, optimizer, step):
     model.__dict__.setdefault("held", []).append(model.blocks[1].up.weight.detach()[3:7])
 
 
-def _rows_of_held_views(model: nn.Module, optimizer: Any, step: int) -> None:
+def _rows_of_held_views(model, optimizer, step):
     _view_held(model, optimizer, step)
     with torch.no_grad():
         model.held[-1].mul_(0.5)
 
 
-def _data(model: nn.Module, optimizer: Any, step: int) -> None:
+def _data(model, optimizer, step):
     model.blocks[0].down.weight.data.mul_(0.9)
     model.blocks[2].up.weight.data = model.blocks[2].up.weight.data * 0.5
     model.embedding.weight.detach().numpy()[3] += 0.5
 
 
-def _averaged(model: nn.Module, optimizer: Any, step: int) -> None:
+def _averaged(model, optimizer, step):
     average = model.__dict__.setdefault("average", [torch.zeros_like(p) for p in model.parameters()])
     with torch.no_grad():
         for held, parameter in zip(average, model.parameters(), strict=True):
@@ -63,40 +46,40 @@ def _averaged(model: nn.Module, optimizer: Any, step: int) -> None:
                 parameter.copy_(held)
 
 
-def _loaded(model: nn.Module, optimizer: Any, step: int) -> None:
+def _loaded(model, optimizer, step):
     model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
 
 
-def _toggled(model: nn.Module, optimizer: Any, step: int) -> None:
+def _toggled(model, optimizer, step):
     for number, block in enumerate(model.blocks):
         block.requires_grad_((number + step) % 2 == 0)
     model.embedding.weight.requires_grad = step != 1
 
 
-def _given_another(model: nn.Module, optimizer: Any, step: int) -> None:
+def _given_another(model, optimizer, step):
     """A parameter that the optimizer does not know."""
     model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach() * 2)
 
 
-def _norm_of_all(model: nn.Module, optimizer: Any, step: int) -> None:
+def _norm_of_all(model, optimizer, step):
     norm = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()])
     model.__dict__.setdefault("norms", []).append(norm)
     for parameter in model.parameters():
         parameter.data.div_(norm).mul_(3.0)
 
 
-def _decay(weight: torch.Tensor) -> None:
-    weight.grad.add_(weight.detach(), alpha=1e-3)  # type: ignore[union-attr]
+def _decay(weight):
+    weight.grad.add_(weight.detach(), alpha=1e-3)
 
 
-def _hooked(model: nn.Module, optimizer: Any, step: int) -> None:
+def _hooked(model, optimizer, step):
     if step == 0:
         for block in model.blocks:
             block.up.weight.register_hook(lambda gradient, w=block.up.weight: gradient + 1e-3 * w.detach())
             block.down.weight.register_post_accumulate_grad_hook(_decay)
 
 
-def _states_read(model: nn.Module, optimizer: Any, step: int) -> None:
+def _states_read(model, optimizer, step):
     for parameter in model.blocks[1].parameters():
         optimizer.state[parameter]["exp_avg"].mul_(0.5)
 
@@ -108,7 +91,7 @@ HOSTILE = [
 
 
 @pairwise("does, activations, gradients", HOSTILE, ["keep", "offload", "recompute"], ["keep", "offload"])
-def test_what_is_done_between_steps(does: Any, activations: str, gradients: str, opened: Opened) -> None:
+def test_what_is_done_between_steps(does, activations, gradients, opened):
     plain = Loop(after_step=does).run(5)
     loop = Loop(opened(activations=activations, gradients=gradients), after_step=does).run(5)
     assert same(loop.result(), plain.result())
@@ -116,23 +99,22 @@ def test_what_is_done_between_steps(does: Any, activations: str, gradients: str,
         assert same(loop.model.__dict__.get(name, []), plain.model.__dict__.get(name, []))
 
 
-def losses_of_all_weights(offloader: Offloader | None, use: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """Trains on a loss to which all weights contribute outside of their blocks, too."""
+def losses_of_all_weights(offloader, use):
     loop = Loop(offloader)
     loss_of = loop._loss
-    loop._loss = lambda ids: loss_of(ids) + use(loop.model)  # type: ignore[method-assign]
+    loop._loss = lambda ids: loss_of(ids) + use(loop.model)
     return loop.run().result()
 
 
-def _penalty_of_gradients(model: nn.Module) -> torch.Tensor:
+def _penalty_of_gradients(model):
     """Gradients of gradients."""
     loss = model.blocks[1](torch.ones(2, WIDTH)).square().mean()
     weights = [model.blocks[1].up.weight, model.blocks[1].down.weight]
-    return sum(g.square().sum() for g in torch.autograd.grad(loss, weights, create_graph=True))  # type: ignore[return-value]
+    return sum(g.square().sum() for g in torch.autograd.grad(loss, weights, create_graph=True))
 
 
-USES: dict[str, Callable[[nn.Module], torch.Tensor]] = {
-    "l2": lambda model: sum(p.square().sum() for p in model.parameters()) * 1e-3,  # type: ignore[return-value]
+USES = {
+    "l2": lambda model: sum(p.square().sum() for p in model.parameters()) * 1e-3,
     "norms": lambda model: torch.stack([p.norm() for p in model.parameters()]).sum() * 1e-3,
     "product": lambda model: (model.blocks[0].up.weight @ model.blocks[1].down.weight).diagonal().sum() * 1e-3,
     "distance": lambda model: (model.blocks[0].up.weight - model.blocks[1].up.weight.detach()).abs().mean(),
@@ -146,13 +128,13 @@ USES: dict[str, Callable[[nn.Module], torch.Tensor]] = {
 
 @pytest.mark.parametrize("options", [{}, GRADIENTS], ids=["weights", "gradients"])
 @pytest.mark.parametrize("name", USES)
-def test_weights_that_are_in_the_loss_themselves(name: str, options: dict[str, Any], opened: Opened) -> None:
+def test_weights_that_are_in_the_loss_themselves(name, options, opened):
     expected = losses_of_all_weights(None, USES[name])
     assert same(losses_of_all_weights(opened(**options), USES[name]), expected)
 
 
 @pytest.mark.parametrize("holds", ["loss", "graph", "accumulators"])
-def test_graphs_that_outlive_their_step(holds: str, opened: Opened) -> None:
+def test_graphs_that_outlive_their_step(holds, opened):
     """What holds the nodes that gather gradients holds no bytes; a graph without our hooks keeps the weights in it."""
     results = []
     for offloader in (None, opened()):
@@ -177,7 +159,7 @@ def test_graphs_that_outlive_their_step(holds: str, opened: Opened) -> None:
     assert same(*results)
 
 
-def test_two_backwards_through_one_graph_and_a_step_in_between(opened: Opened) -> None:
+def test_two_backwards_through_one_graph_and_a_step_in_between(opened):
     messages, results = [], []
     for offloader in (None, opened()):
         loop = Loop(offloader)
@@ -202,7 +184,7 @@ def test_two_backwards_through_one_graph_and_a_step_in_between(opened: Opened) -
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, which it means to hide
-def test_compiled_blocks(opened: Opened) -> None:
+def test_compiled_blocks(opened):
     results = []
     for offloader in (None, opened()):
         loop = Loop(None)
@@ -216,24 +198,24 @@ def test_compiled_blocks(opened: Opened) -> None:
     assert same(*results)
 
 
-def load_again(model: nn.Module) -> None:
+def load_again(model):
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
 
 
-def swap_with_each_other(model: nn.Module) -> None:
+def swap_with_each_other(model):
     torch.utils.swap_tensors(model.blocks[0].up.weight, model.blocks[1].up.weight)
 
 
-def swap_with_a_tensor(model: nn.Module) -> None:
+def swap_with_a_tensor(model):
     torch.utils.swap_tensors(model.blocks[1].up.weight, nn.Parameter(torch.ones_like(model.blocks[1].up.weight)))
 
 
-def convert(model: nn.Module) -> None:
+def convert(model):
     model.blocks[0].up._apply(torch.clone)  # what .to() does to all tensors
 
 
 @pytest.fixture
-def swapping(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def swapping():
     torch.__future__.set_swap_module_params_on_conversion(True)
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
@@ -245,7 +227,7 @@ def swapping(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [GRADIENTS, {"gradients": "offload"}, {}],
     [load_again, swap_with_each_other, swap_with_a_tensor, convert],
 )
-def test_swapping_tensors_is_refused_while_they_are_offloaded(does: Any, options: Any, opened: Opened) -> None:
+def test_swapping_tensors_is_refused_while_they_are_offloaded(does, options, opened):
     """By PyTorch, which finds a weak reference of ours."""
     offloader = opened(**options)
 
@@ -259,40 +241,40 @@ def test_swapping_tensors_is_refused_while_they_are_offloaded(does: Any, options
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_the_user_run_after_a_swap_behind_the_end(register: str, opened: Opened) -> None:
+def test_hooks_of_the_user_run_after_a_swap_behind_the_end(register, opened):
     """A swap leaves a dictionary of hooks whose hooks never run; one of ours would swallow the user's."""
     offloader, called = opened(**GRADIENTS), []
     loop = Loop(offloader)
-    backward(loop)
+    loop.backward()
     offloader.close()
     loop.offloader = None
     loop.model.zero_grad()
     swap_with_a_tensor(loop.model)
     getattr(loop.model.blocks[1].up.weight, register)(called.append)
-    backward(loop, step=1)
+    loop.backward(step=1)
     assert len(called) == 1
 
 
 @pytest.mark.usefixtures("swapping")
-def test_a_conversion_that_is_refused_loses_no_gradient(opened: Opened) -> None:
+def test_a_conversion_that_is_refused_loses_no_gradient(opened):
     """Module.to() takes the gradient away meanwhile, and gives it back."""
 
-    def run(offloader: Offloader | None) -> list[torch.Tensor]:
+    def run(offloader):
         loop = Loop(offloader)
-        backward(loop)
+        loop.backward()
         assert offloader is None or gradients_have_left(offloader, loop.model)
         weight = loop.model.blocks[0].up.weight
         seen = weight.view_as(weight)
         with pytest.raises(RuntimeError, match="Couldn't swap"):
             loop.model.blocks[0].up._apply(torch.clone)
         del seen
-        backward(loop, step=1)
+        loop.backward(step=1)
         return [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
 
     assert same(run(opened(**GRADIENTS)), run(None))
 
 
-def test_tensors_can_be_swapped_after_closing(opened: Opened) -> None:
+def test_tensors_can_be_swapped_after_closing(opened):
     offloader = opened(gradients="offload")
     model = Loop(offloader).run(2).model
     offloader.close()

@@ -1,13 +1,8 @@
 """Trained weights of a device that wait with their optimizer's states: the bits of plain training."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +11,6 @@ from torch import nn
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
 from lightning_ssd.parameters.guard.guard import GUARDED
-from lightning_ssd.planning import update_memory
 from tests.parameters.test_device_weights import away, eventually
 from tests.parameters.test_everything_away import (  # noqa: F401  # these are tests, here with our own offloaders
     test_after_closing_training_goes_on_in_memory,
@@ -25,9 +19,7 @@ from tests.parameters.test_everything_away import (  # noqa: F401  # these are t
 from tests.support.faults import FaultyBackend, eio
 from tests.support.interrupted_points import Checkpoint, PointsIn
 from tests.support.late import late_copies
-from tests.support.offloaders import offloaders
 from tests.support.pairs import each_once
-from tests.support.pretended import PretendedDevice
 from tests.support.pretended_training import on, pretended_device
 from tests.support.pretended_weights import weights_of
 from tests.support.weight_loops import (
@@ -42,40 +34,27 @@ from tests.support.weight_loops import (
     same,
 )
 
+IS_LATE = True
+pytestmark = pytest.mark.usefixtures("many_parts")
+
 TRAINED = {"parameters": "offload", "optimizer_states": "offload"}
 NUM_WEIGHTS = 1 + 3 * NUM_BLOCKS
 """Three matrices a block, and the embedding, which the head shares."""
 NUM_BYTES = 4 * (NUM_BLOCKS * 9 * WIDTH * WIDTH + VOCABULARY * WIDTH)
-Opened = Callable[..., Offloader]
 
 
-@pytest.fixture(autouse=True)
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update of this model in many parts, of which some are slices of a weight."""
-    monkeypatch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 17)
-
-
-def policy(**options: Any) -> OffloadPolicy:
+def policy(**options):
     chosen = TRAINED | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options
     if chosen["optimizer_states"] == "offload":
         chosen = {"per_parameter_optimizers": ("Uncounted", "Meddling")} | chosen
     return OffloadPolicy(**chosen)
 
 
-@pytest.fixture
-def opened(spill_dir: Path) -> Iterator[Opened]:
-    """Makes offloaders for a device whose copies end late; they are closed at the end."""
-    with offloaders(spill_dir, policy, is_late=True) as make:
-        yield make
+def written(offloader):
+    return offloader._parts.parameters.weights.stats.bytes_written
 
 
-def written(offloader: Offloader) -> int:
-    """Bytes of weights that went to the drive."""
-    number: int = offloader._parts.parameters.weights.stats.bytes_written
-    return number
-
-
-def have_left(offloader: Offloader, model: nn.Module) -> bool:
+def have_left(offloader, model):
     """Whether all weights leave in time, but for those of one unit, which may be on its way again."""
     return eventually(offloader, lambda: len(away(model)) >= NUM_WEIGHTS - 3)
 
@@ -84,7 +63,7 @@ def have_left(offloader: Offloader, model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("host_memory", [0, "1MiB", "1GiB"])
-def test_each_update_is_written_before_a_weight_leaves(host_memory: Any, opened: Opened) -> None:
+def test_each_update_is_written_before_a_weight_leaves(host_memory, opened):
     offloader = opened(host_memory=host_memory)
     loop, plain = Loop(offloader), Loop()
     assert eventually(offloader, lambda: len(away(loop.model)) == NUM_WEIGHTS)
@@ -104,10 +83,10 @@ def test_each_update_is_written_before_a_weight_leaves(host_memory: Any, opened:
 class Uncounted(torch.optim.Optimizer):
     """As a kernel that gets an address: no version tells of what it does."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
+    def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -115,21 +94,21 @@ class Uncounted(torch.optim.Optimizer):
                     ctypes.memmove(parameter.data_ptr(), new.data_ptr(), new.nbytes)
 
 
-def test_an_update_that_no_version_tells_of_is_not_lost(opened: Opened) -> None:
+def test_an_update_that_no_version_tells_of_is_not_lost(opened):
     loop, plain = Loop(opened(), make=Uncounted), Loop(make=Uncounted)
     versions = [parameter._version for parameter in plain.model.parameters()]
     assert same(loop.run().result(), plain.run().result())
     assert [parameter._version for parameter in plain.model.parameters()] == versions
 
 
-def test_versions_are_those_of_plain_training(opened: Opened) -> None:
+def test_versions_are_those_of_plain_training(opened):
     loop, plain = Loop(opened()).run(2), Loop().run(2)
     cut = {id(p) for p in loop.model.parameters() if len(loop.optimizer._states.partition.places_of(p)) > 1}
     for one, other in zip(loop.model.parameters(), plain.model.parameters(), strict=True):
         assert one._version >= other._version if id(one) in cut else one._version == other._version
 
 
-def test_master_weights(opened: Opened, spill_dir: Path) -> None:
+def test_master_weights(opened, spill_dir):
     options = {"dtype": torch.bfloat16}
     hardware = HardwareProfile(paths=[spill_dir])
     states_alone = policy(parameters="keep", master_weights=True)
@@ -138,7 +117,7 @@ def test_master_weights(opened: Opened, spill_dir: Path) -> None:
     assert same(Loop(opened(master_weights=True), **options).run().result(), expected)
 
 
-def test_an_update_reads_and_writes_each_weight_once(opened: Opened) -> None:
+def test_an_update_reads_and_writes_each_weight_once(opened):
     offloader = opened()
     loop = Loop(offloader).run(1)
     assert have_left(offloader, loop.model)
@@ -154,7 +133,7 @@ def test_an_update_reads_and_writes_each_weight_once(opened: Opened) -> None:
     assert tier.progress().read_bytes - before.read_bytes <= NUM_BYTES
 
 
-def test_no_more_than_some_blocks_are_in_memory(opened: Opened) -> None:
+def test_no_more_than_some_blocks_are_in_memory(opened):
     """In the update one is written, a subgroup ends in one and begins in the next, and one is on its way. A copy that
     has ended may hold its memory for a moment.
     """
@@ -179,7 +158,7 @@ def test_no_more_than_some_blocks_are_in_memory(opened: Opened) -> None:
 # -- who may update ----------------------------------------------------------------------------------------------------
 
 
-def test_without_offloaded_states_trained_weights_stay(opened: Opened) -> None:
+def test_without_offloaded_states_trained_weights_stay(opened):
     offloader = opened(optimizer_states="keep")
     with pytest.warns(UserWarning, match="moves nothing: no weight .* is frozen"):
         loop = Loop(offloader)
@@ -188,7 +167,7 @@ def test_without_offloaded_states_trained_weights_stay(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, Uncounted])
-def test_an_optimizer_that_is_not_offloaded_keeps_its_weights(make: Any, opened: Opened) -> None:
+def test_an_optimizer_that_is_not_offloaded_keeps_its_weights(make, opened):
     """It might write to them in a way that nobody sees."""
     offloader = opened()
     offloader.expect_no_optimizer()
@@ -202,7 +181,7 @@ def test_an_optimizer_that_is_not_offloaded_keeps_its_weights(make: Any, opened:
     assert same(loop.result(), Loop(make=make).run().result())
 
 
-def test_optimizers_choose_their_implementation_as_in_plain_pytorch(opened: Opened) -> None:
+def test_optimizers_choose_their_implementation_as_in_plain_pytorch(opened):
     types = importlib.import_module("torch.optim.optimizer")._foreach_supported_types
     offloader = opened()
     assert set(GUARDED) <= set(types)
@@ -210,8 +189,8 @@ def test_optimizers_choose_their_implementation_as_in_plain_pytorch(opened: Open
     assert not set(GUARDED) & set(types)
 
 
-def test_parameters_that_come_to_the_optimizer_later(opened: Opened) -> None:
-    def trained(offloader: Offloader | None) -> list[torch.Tensor]:
+def test_parameters_that_come_to_the_optimizer_later(opened):
+    def trained(offloader):
         loop = Loop(offloader)
         first, later = [loop.model.blocks[0], loop.model.blocks[1]], [loop.model.blocks[2], loop.model.blocks[3]]
         for module in (*later, loop.model.embedding):
@@ -229,8 +208,7 @@ def test_parameters_that_come_to_the_optimizer_later(opened: Opened) -> None:
     assert same(trained(opened()), trained(None))
 
 
-def overlapping() -> nn.Module:
-    """Two parameters that have rows in common, which a plain step updates twice."""
+def overlapping():
     module = nn.Module()
     both = torch.randn(96, 256)
     module.one, module.other = nn.Parameter(both[:64]), nn.Parameter(both[32:])
@@ -238,7 +216,7 @@ def overlapping() -> nn.Module:
     return module
 
 
-def test_parameters_that_share_elements_are_refused_while_they_are_away(opened: Opened) -> None:
+def test_parameters_that_share_elements_are_refused_while_they_are_away(opened):
     module = overlapping()
     offloader = opened()
     offloader.register_module(module)
@@ -253,22 +231,22 @@ def test_parameters_that_share_elements_are_refused_while_they_are_away(opened: 
 class Meddling(torch.optim.SGD):
     """Looks at all parameters in each call."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
+    def __init__(self, parameters, lr):
         self.all = None
         super().__init__(parameters, lr=lr)
         self.mine = lambda: [p for group in ALL.get(id(self), self.param_groups) for p in group["params"]]
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for parameter in self.mine():
             if parameter.grad is not None:
                 parameter.detach().mul_(0.99)
         return super().step(closure)
 
 
-ALL: dict[int, Any] = {}
+ALL = {}
 
 
-def test_an_optimizer_that_touches_others_is_found_out_while_they_are_away(opened: Opened) -> None:
+def test_an_optimizer_that_touches_others_is_found_out_while_they_are_away(opened):
     offloader = opened()
     loop = Loop(offloader, make=Meddling)
     ALL[id(loop.optimizer.inner)] = list(loop.optimizer.param_groups)
@@ -280,7 +258,7 @@ def test_an_optimizer_that_touches_others_is_found_out_while_they_are_away(opene
 # -- building, moving, saving ------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_moves_in_weight_by_weight(opened: Opened) -> None:
+def test_a_model_that_moves_in_weight_by_weight(opened):
     plain, loop = Loop(), Loop()
     offloader = opened()
     offloader.move_in(loop.model)
@@ -292,7 +270,7 @@ def test_a_model_that_moves_in_weight_by_weight(opened: Opened) -> None:
     assert same(loop.run().result(), plain.run().result())
 
 
-def test_a_checkpoint_in_the_middle_is_made_of_host_copies(opened: Opened) -> None:
+def test_a_checkpoint_in_the_middle_is_made_of_host_copies(opened):
     offloader = opened()
     loop, plain = Loop(offloader).run(2), Loop().run(2)
     offloader.reset_peaks()
@@ -308,7 +286,7 @@ def test_a_checkpoint_in_the_middle_is_made_of_host_copies(opened: Opened) -> No
 
 
 @pytest.mark.parametrize("failure", [eio, lambda: OutOfSpaceError(28, "No space left on device")], ids=["eio", "full"])
-def test_updated_weights_that_cannot_be_written_stay(failure: Any, opened: Opened) -> None:
+def test_updated_weights_that_cannot_be_written_stay(failure, opened):
     failing = [False]
     backend = lambda inner: FaultyBackend(inner, fail_write=lambda call: failure() if failing[0] else None)  # noqa: E731
     offloader = opened(_wrap_backend=backend)
@@ -325,12 +303,12 @@ def test_updated_weights_that_cannot_be_written_stay(failure: Any, opened: Opene
     assert same(loop.result(), plain.run().result())
 
 
-def test_a_read_that_fails_in_the_update_names_the_weight_and_leaves_the_step_incomplete(opened: Opened) -> None:
+def test_a_read_that_fails_in_the_update_names_the_weight_and_leaves_the_step_incomplete(opened):
     failing = [False]
     backend = lambda inner: FaultyBackend(inner, fail_read=lambda call: eio() if failing[0] else None)  # noqa: E731
     offloader = opened(_wrap_backend=backend)
 
-    def fail(model: nn.Module, optimizer: Any, step: int) -> None:
+    def fail(model, optimizer, step):
         assert have_left(offloader, model)
         failing[0] = True
 
@@ -344,7 +322,7 @@ def test_a_read_that_fails_in_the_update_names_the_weight_and_leaves_the_step_in
     failing[0] = False
 
 
-def _one_step(loop: Loop, offloader: Offloader, before_step: Any) -> None:
+def _one_step(loop, offloader, before_step):
     with offloader.saved_tensors():
         loss = loop._loss(next(batches(1)))
     loss.backward()
@@ -354,7 +332,7 @@ def _one_step(loop: Loop, offloader: Offloader, before_step: Any) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_interrupt_at_each_point_costs_no_bit(spill_dir: Path) -> None:
+def test_an_interrupt_at_each_point_costs_no_bit(spill_dir):
     """Of a whole step: after it the last checkpoint is loaded, and the step repeated."""
     hardware = HardwareProfile(paths=[spill_dir])
     points, num = PointsIn(*(f"parameters/{name}.py" for name in ("device_memory", "device_pager", "pager"))), 0
@@ -376,11 +354,11 @@ def test_an_interrupt_at_each_point_costs_no_bit(spill_dir: Path) -> None:
 
 
 @each_once("seed, host_memory, activations", range(3), [0, "1MiB", "1GiB"], ["keep", "offload", "recompute"])
-def test_no_race(activations: str, host_memory: Any, seed: int, spill_dir: Path) -> None:
+def test_no_race(activations, host_memory, seed, spill_dir):
     """On a device whose streams run in any order, and whose races are faults."""
 
-    def trained(offloader: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
-        def aside(model: nn.Module, *_: object) -> None:
+    def trained(offloader, device):
+        def aside(model, *_):
             with torch.no_grad():
                 model.blocks[2].down.weight.data.mul_(0.9)
                 with device.stream("side"):
@@ -388,7 +366,7 @@ def test_no_race(activations: str, host_memory: Any, seed: int, spill_dir: Path)
                     seen.append(model(next(batches(1))))
                 device.wait_stream("side")
 
-        seen: list[torch.Tensor] = []
+        seen = []
         return Loop(offloader, after_step=aside, accumulate=2).run(3).result() + seen
 
     with pretended_device(seed=seed, lag_s=0.001) as device, weights_of(device):

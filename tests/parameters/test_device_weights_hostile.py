@@ -1,15 +1,12 @@
 """Frozen weights of a device under programs that are not kind to them: the bits of plain PyTorch, or an error."""
 
-from __future__ import annotations
-
+import copy
 import ctypes
 import gc
 import os
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -19,113 +16,228 @@ from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.common import sent_storages
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.parameters import device_memory
-from tests.parameters.test_device_weights import NUM_WEIGHTS, Scale, away, eventually, opened  # noqa: F401  # a fixture
-from tests.parameters.test_paged_weights import (
-    policy,
-)
+from tests.parameters.test_device_weights import NUM_WEIGHTS, Scale, away, eventually
+from tests.parameters.test_paged_weights import policy
 from tests.support.pairs import each_once
-from tests.support.pretended import PretendedDevice
 from tests.support.pretended_training import on, pretended_device
 from tests.support.pretended_weights import weights_of
-from tests.support.weight_loops import WIDTH, batches, built, same, train
+from tests.support.weight_loops import PLAIN, WIDTH, batches, built, passed, same, train
 
+IS_LATE = True
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node"),
 ]
-Opened = Callable[..., Offloader]
-Leave = Callable[[], object]
 
 
-def assert_equal_to_plain(
-    make: Callable[[], Any],
-    run: Callable[[Any, Leave], Any],
-    opened: Opened,  # noqa: F811
-) -> None:
-    """``run`` gets a model, and what sends its weights out as soon as they may."""
-    results = []
-    for is_ours in (False, True):
-        torch.manual_seed(0)
-        model = make()
-        leave: Leave = lambda: None  # noqa: E731
-        if is_ours:
-            offloader = opened(model)
-            names = away(model)
-            assert names
-
-            def leave(offloader: Offloader = offloader, model: Any = model) -> None:
-                for _ in range(20):
-                    offloader.send_out_weights()
-                    time.sleep(0.005)
-
-        results.append(run(model, leave))
-    expected, got = ([value] if isinstance(value, torch.Tensor) else list(value) for value in results)
-    assert same(got, expected)
+def sent_out(offloader):
+    """Send weights out as soon as they may."""
+    for _ in range(20 if offloader else 0):
+        offloader.send_out_weights()
+        time.sleep(0.005)
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
+# -- programs: what is made, and what is done with it and an offloader ------------------------------------------------
 
 
-@pytest.mark.parametrize("edit", ["view", "row", "detach"])
-def test_an_edit_of_the_data_of_a_view_is_not_lost(edit: str, opened: Opened) -> None:  # noqa: F811
-    def run(model: nn.Module, leave: Leave) -> torch.Tensor:
-        weight = model.embedding.weight
-        {"view": lambda: weight.view(-1), "row": lambda: weight[3], "detach": weight.detach}[edit]().data.mul_(2.0)
-        leave()
+class Drifting(Scale):
+    def forward(self, x):
+        self.weight.data.mul_(1.5)
+        return x * self.weight
+
+
+class Inside(Scale):
+    def forward(self, x):
+        with hooks_of_somebody_else():
+            return x * self.weight
+
+
+def hooks_of_somebody_else():
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
+def transformer(kind):
+    layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
+    attention = nn.MultiheadAttention(128, 4, batch_first=True)
+    model = {"encoder": nn.TransformerEncoder(layer, 3), "layer": layer, "attention": attention}[kind]
+    return model.requires_grad_(False).eval()
+
+
+def chosen(model, offloader):
+    """Modules choose the implementation that they choose in plain PyTorch."""
+    x, padding = torch.randn(3, 8, 128), torch.zeros(3, 8, dtype=torch.bool)
+    padding[0, 2:] = padding[1, 5:] = padding[2, 7:] = True
+    with torch.no_grad():
+        if isinstance(model, nn.MultiheadAttention):
+            return model(x, x, x, need_weights=False)[0]
+        return model(x, src_key_padding_mask=padding)
+
+
+def edited(part):
+    def run(model, offloader):
+        part(model.embedding.weight).data.mul_(2.0)
+        sent_out(offloader)
         return model(torch.tensor([[3, 4]]))
 
-    assert_equal_to_plain(built, run, opened)
+    return run
 
 
-@pytest.mark.parametrize("kind", ["encoder", "layer", "attention"])
-def test_modules_choose_the_implementation_that_they_choose_in_plain_pytorch(
-    kind: str,
-    opened: Opened,  # noqa: F811
-) -> None:
-    def make() -> nn.Module:
-        layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
-        attention = nn.MultiheadAttention(128, 4, batch_first=True)
-        model = {"encoder": nn.TransformerEncoder(layer, 3), "layer": layer, "attention": attention}[kind]
-        return model.requires_grad_(False).eval()
-
-    def run(model: nn.Module, leave: Leave) -> torch.Tensor:
-        x, padding = torch.randn(3, 8, 128), torch.zeros(3, 8, dtype=torch.bool)
-        padding[0, 2:] = padding[1, 5:] = padding[2, 7:] = True
-        with torch.no_grad():
-            if kind == "attention":
-                return model(x, x, x, need_weights=False)[0]
-            return model(x, src_key_padding_mask=padding)
-
-    assert_equal_to_plain(make, run, opened)
+def given_other_data(model, offloader):
+    """A graph wants the old ones."""
+    x = torch.ones(64, 256, requires_grad=True)
+    with offloader.saved_tensors():
+        loss = model(x).sum()
+    model.weight.data = torch.zeros(64, 256)
+    gc.collect()
+    loss.backward()
+    return x.grad
 
 
-def test_a_graph_sees_the_data_that_a_parameter_was_given(opened: Opened) -> None:  # noqa: F811
-    results = []
-    for is_ours in (False, True):
-        model, x = Scale(), torch.ones(64, 256, requires_grad=True)
-        with opened(model).saved_tensors() if is_ours else nullcontext():
-            loss = model(x).sum()
-        model.weight.data = torch.zeros(64, 256)
+def pointers(model, offloader):
+    """They stay what they are until backward is over."""
+    found = [(p.data_ptr(), p.numel()) for p in model.parameters()]
+    assert len({address for address, _ in found}) == len(found)
+    read = [ctypes.cast(address, ctypes.POINTER(ctypes.c_float))[size - 1] for address, size in found]
+    return torch.tensor(read)
+
+
+def hooks_outside_of_the_unit(model, offloader):
+    x = torch.randn(7, 4 * WIDTH, requires_grad=True)
+    with hooks_of_somebody_else():
+        y = x @ model.blocks[1].up.weight
+    sent_out(offloader)
+    y.sum().backward()
+    return x.grad
+
+
+def hooks_around(model, offloader):
+    x = torch.ones(64, 256, requires_grad=True)
+    with offloader.saved_tensors(), hooks_of_somebody_else() if type(model) is Scale else nullcontext():
+        loss = model(x).sum()
+    loss.backward()
+    offloader.end_backward()
+    assert not offloader or eventually(offloader, lambda: away(model) == ["weight"])
+    return x.grad
+
+
+def three_passes(model, offloader):
+    x = torch.ones(64, 256, requires_grad=True)
+    for _ in range(3):
+        passed(offloader, lambda: model(x).sum())
+    return [x.grad, model.weight.detach().clone()]
+
+
+def not_watched(*shape):
+    """Saved without our hooks, a weight itself is in the graph, not a view of it."""
+
+    def run(model, offloader):
+        x = torch.randn(shape, requires_grad=True)
+        model.requires_grad_(False)
+        out = model(x) if not isinstance(model, nn.Bilinear) else model(x, torch.ones(4, 16))
+        loss = (out[0] if isinstance(model, nn.LSTM) else out).square().sum()
+        gc.collect()
         loss.backward()
-        results.append(x.grad)
-    assert torch.equal(*results)
+        return x.grad
+
+    return run
 
 
-def test_pointers_stay_what_they_are_until_backward_is_over(opened: Opened) -> None:  # noqa: F811
-    def run(model: nn.Module, leave: Leave) -> torch.Tensor:
-        pointers = [(p.data_ptr(), p.numel()) for p in model.parameters()]
-        assert len({address for address, _ in pointers}) == len(pointers)
-        read = [ctypes.cast(address, ctypes.POINTER(ctypes.c_float))[size - 1] for address, size in pointers]
-        return torch.tensor(read)
+def gone_before_backward(model, offloader):
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    with offloader.saved_tensors():
+        loss = model(next(batches(1))).logsumexp(-1).mean()
+    while model.blocks:
+        del model.blocks[0]
+    gc.collect()
+    loss.backward()
+    offloader.end_backward()
+    return [p.grad for p in adapters]
 
-    assert_equal_to_plain(built, run, opened)
+
+def unfrozen(unfreeze):
+    """It stays from then on."""
+
+    def run(model, offloader):
+        found = train(model, offloader, steps=2)
+        unfreeze(model.blocks[1])
+        found += train(model, offloader, steps=3)
+        assert type(model.blocks[1].up.weight) is nn.Parameter
+        return [*found, *model.state_dict().values()]
+
+    return run
+
+
+def swapped(swap):
+    def run(model, offloader):
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            swap(model)
+            sent_out(offloader)
+            return model(next(batches(1)))
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    return run
+
+
+def with_a_tensor(model):
+    other = nn.Parameter(torch.ones_like(model.blocks[1].up.weight), requires_grad=False)
+    torch.utils.swap_tensors(model.blocks[1].up.weight, other)
+
+
+PROGRAMS = {
+    "the data of a view is edited": (built, edited(lambda weight: weight.view(-1))),
+    "the data of a row is edited": (built, edited(lambda weight: weight[3])),
+    "the data of an alias is edited": (built, edited(lambda weight: weight.detach())),
+    "a forward edits data": (Drifting, three_passes),
+    "other data": (Scale, given_other_data),
+    "an encoder": (partial(transformer, "encoder"), chosen),
+    "an encoder's layer": (partial(transformer, "layer"), chosen),
+    "attention": (partial(transformer, "attention"), chosen),
+    "pointers": (built, pointers),
+    "hooks of somebody else outside of the unit": (built, hooks_outside_of_the_unit),
+    "hooks of somebody else": (Scale, hooks_around),
+    "hooks of somebody else inside": (Inside, hooks_around),
+    "a convolution that is not watched": (partial(nn.Conv2d, 64, 64, 3), not_watched(1, 64, 8, 8)),
+    "a layer that is not watched": (partial(nn.Linear, 256, 64), not_watched(4, 256)),
+    "a product that is not watched": (Scale, not_watched(64, 256)),
+    "a bilinear layer that is not watched": (partial(nn.Bilinear, 64, 16, 32), not_watched(4, 64)),
+    "an LSTM that is not watched": (partial(nn.LSTM, 64, 64), not_watched(5, 2, 64)),
+    "the model is gone before backward": (built, gone_before_backward),
+    "requires_grad_": (built, unfrozen(lambda block: block.up.weight.requires_grad_())),
+    "requires_grad": (built, unfrozen(lambda block: setattr(block.up.weight, "requires_grad", True))),
+    "requires_grad_ of a block": (built, unfrozen(lambda block: block.requires_grad_(True))),
+    "double": (built, swapped(lambda model: model.double())),
+    "load_state_dict": (built, swapped(lambda m: m.load_state_dict({n: v * 2 for n, v in m.state_dict().items()}))),
+    "swap": (built, swapped(with_a_tensor)),
+}
+
+
+def frozen(make):
+    torch.manual_seed(0)
+    made = make()
+    return made if any("adapter" in name for name, _ in made.named_parameters()) else made.requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_computes_what_it_computes_in_plain_pytorch(name, opened):
+    make, run = PROGRAMS[name]
+    results = []
+    for offloads in (False, True):
+        model = frozen(make)
+        offloader = opened(model) if offloads else PLAIN
+        assert bool(away(model)) is offloads
+        torch.manual_seed(1)
+        found = run(model, offloader)
+        results.append([found] if isinstance(found, torch.Tensor) else found)
+    assert same(*results)
 
 
 # -- memory that is not there ------------------------------------------------------------------------------------------
 
 
-def test_a_weight_that_an_array_may_show_stays(opened: Opened) -> None:  # noqa: F811
+def test_a_weight_that_an_array_may_show_stays(opened):
     """One of CuPy's, say, holds the tensor, and reads its memory whenever it likes."""
     plain, model = built(), built()
     offloader = opened(model)
@@ -139,19 +251,34 @@ def test_a_weight_that_an_array_may_show_stays(opened: Opened) -> None:  # noqa:
     assert weight.data_ptr() == place
 
 
-def test_hooks_of_somebody_else_around_a_use_outside_of_the_unit(opened: Opened) -> None:  # noqa: F811
-    def run(model: nn.Module, leave: Leave) -> torch.Tensor:
-        x = torch.randn(7, 4 * WIDTH, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            y = x @ model.blocks[1].up.weight
-        leave()
-        y.sum().backward()
-        return x.grad
-
-    assert_equal_to_plain(built, run, opened)
+def _with_data(tensor, value):
+    tensor.data = value
+    return tensor
 
 
-GIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ONES = torch.ones(2, 256)
+USES = {
+    "sum": lambda weight: weight.sum(),
+    "foreach": lambda weight: torch._foreach_norm([weight, weight])[1],
+    "view": lambda weight: weight.view(-1)[3:70].clone(),
+    "linear": lambda weight: nn.functional.linear(ONES, weight),
+    "numpy": lambda weight: torch.from_numpy(weight.detach().numpy().copy()),
+    "data": lambda weight: weight.data[0].clone(),
+    "item": lambda weight: torch.tensor(weight[0, 0].item()),
+    "iteration": lambda weight: torch.stack([row.clone() for row in weight]),
+    "deepcopy": lambda weight: copy.deepcopy(weight),
+    "comparison": lambda weight: weight == 0,
+    "storage": lambda weight: torch.tensor(weight.untyped_storage().tolist()[:8]),
+    "tolist": lambda weight: torch.tensor(weight.tolist()),
+    "to": lambda weight: weight.to(torch.float64),
+    "in a dict": lambda weight: torch.func.functional_call(
+        nn.Linear(1, 1), {"weight": weight, "bias": weight[:, 0]}, ONES
+    ),
+    "repr": lambda weight: torch.tensor([ord(letter) for letter in repr(weight)]),
+    "vmap": lambda weight: torch.vmap(lambda row: row.sum())(weight),
+    "out": lambda weight: torch.add(weight, 1, out=torch.empty_like(weight)),
+    "einsum": lambda weight: torch.einsum("ij->j", weight),
+    "norm": lambda weight: torch.nn.utils.get_total_norm([weight]),
     "Parameter": lambda weight: nn.Parameter(weight).detach() + 0,
     "its class": lambda weight: type(weight)(weight.data, requires_grad=False).sum(),
     "make_subclass": lambda weight: torch.Tensor._make_subclass(torch.Tensor, weight) + 0,
@@ -170,24 +297,27 @@ GIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _with_data(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    tensor.data = value
-    return tensor
+@pytest.mark.parametrize("name", USES)
+def test_any_use_brings_a_weight_back(name, opened):
+    results = []
+    for offloads in (False, True):
+        model = frozen(Scale)
+        if offloads:
+            opened(model)
+            assert away(model)
+        results.append(USES[name](model.weight))
+    assert torch.equal(*results)
+    assert type(results[0]) is type(results[1])
 
 
-@pytest.mark.parametrize("name", GIVES)
-def test_who_is_given_a_weight_that_is_away(name: str, opened: Opened) -> None:  # noqa: F811
-    assert_equal_to_plain(Scale, lambda model, leave: GIVES[name](model.weight), opened)
-
-
-def _prehook(weight: torch.Tensor, where: str) -> torch.Tensor:
+def _prehook(weight, where):
     class Gives(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             return x * 2
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        def backward(ctx, gradient):
             return weight
 
     x = torch.ones(64, 256, requires_grad=True)
@@ -197,17 +327,17 @@ def _prehook(weight: torch.Tensor, where: str) -> torch.Tensor:
     return x.grad
 
 
-def _of_a_class(weight: torch.Tensor) -> torch.Tensor:
+def _of_a_class(weight):
     class Own(torch.Tensor):
         @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
     return (torch.ones(64, 256).as_subclass(Own) * weight).as_subclass(torch.Tensor)
 
 
-IN_C: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+IN_C = {
     "torch.tensor": torch.tensor,
     "as_tensor": lambda weight: torch.as_tensor(weight, dtype=torch.float64),
     "asarray": lambda weight: torch.asarray(weight, copy=True),
@@ -222,7 +352,7 @@ IN_C: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _scripted(weight: torch.Tensor) -> torch.Tensor:
+def _scripted(weight):
     return weight * 2
 
 
@@ -230,7 +360,7 @@ _CRASHES = pytest.mark.xfail(strict=True, reason="this entry in C asks no class:
 
 
 @pytest.mark.parametrize("name", [*(pytest.param(name, marks=_CRASHES) for name in IN_C), "control"])
-def test_entries_in_c(name: str, opened: Opened) -> None:  # noqa: F811
+def test_entries_in_c(name, opened):
     """In a process of its own, which may not survive it. The fork has no offloader: away must be an error, no crash."""
     weight = Scale().weight
     holder = nn.Module()
@@ -254,13 +384,13 @@ def test_entries_in_c(name: str, opened: Opened) -> None:  # noqa: F811
 
 
 def test_a_weight_that_was_sent_to_another_process_stays(
-    opened: Opened,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    opened,
+    monkeypatch,
+):
     """The other process would see no update of memory that this one has given back."""
     model = built()
     offloader = opened(model)
-    *_, sent = offloader._parts.parameters.weights.pager.by_storage  # type: ignore[union-attr]  # no first one, which is fetched ahead
+    *_, sent = offloader._parts.parameters.weights.pager.by_storage  # no first one, which is fetched ahead
     assert eventually(offloader, lambda: len(away(model)) == NUM_WEIGHTS)
     monkeypatch.setattr(device_memory, "is_in_other_processes", lambda storage: storage._cdata == sent)
     train(model, offloader)
@@ -274,9 +404,9 @@ def test_a_weight_that_was_sent_to_another_process_stays(
 
 
 def test_sending_a_weight_is_noted_while_others_wait(
-    opened: Opened,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    opened,
+    monkeypatch,
+):
     """By what all memory of a card is sent with: PyTorch's cache has one storage of each allocation alone."""
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: None, raising=False)
     model = built()
@@ -291,7 +421,7 @@ def test_sending_a_weight_is_noted_while_others_wait(
 
 
 @pytest.mark.parametrize("alias", [False, True])
-def test_what_a_graph_has_saved_is_not_swapped(alias: bool, opened: Opened) -> None:  # noqa: F811
+def test_what_a_graph_has_saved_is_not_swapped(alias, opened):
     """As in plain PyTorch, but for an alias, of which that keeps the memory."""
     x = torch.ones(2, 4 * WIDTH, requires_grad=True)
     for offloads in (False, True):
@@ -305,7 +435,7 @@ def test_what_a_graph_has_saved_is_not_swapped(alias: bool, opened: Opened) -> N
         loss.backward()
 
 
-def test_the_copy_of_a_weight_that_was_given_other_data_is_given_back(opened: Opened) -> None:  # noqa: F811
+def test_the_copy_of_a_weight_that_was_given_other_data_is_given_back(opened):
     model = Scale()
     offloader = opened(model, host_memory="64MiB")
     weights = offloader._parts.parameters.weights
@@ -317,7 +447,7 @@ def test_the_copy_of_a_weight_that_was_given_other_data_is_given_back(opened: Op
     assert len(set(used)) == 1
 
 
-def test_parts_of_a_storage_of_which_one_is_gone(opened: Opened) -> None:  # noqa: F811
+def test_parts_of_a_storage_of_which_one_is_gone(opened):
     model = nn.Module()
     both = torch.randn(128, 256)
     model.one = nn.Parameter(both[:64], requires_grad=False)
@@ -339,10 +469,8 @@ def test_parts_of_a_storage_of_which_one_is_gone(opened: Opened) -> None:  # noq
 
 
 @pytest.fixture
-def raced(spill_dir: Path) -> Callable[..., list[str]]:
-    """Runs a program with and without an offloader; gives the faults."""
-
-    def run(program: Callable[[Offloader | None, PretendedDevice], Any], seed: int, **options: Any) -> list[str]:
+def raced(spill_dir):
+    def run(program, seed, **options):
         hardware = HardwareProfile(
             paths=[spill_dir], allow_unsuitable_paths=True, host_memory=options.pop("host_memory", 0)
         )
@@ -357,12 +485,12 @@ def raced(spill_dir: Path) -> Callable[..., list[str]]:
     return run
 
 
-def _trained(offloader: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
+def _trained(offloader, device):
     model, found = built(), []
     if offloader is not None:
         offloader.open(model)
 
-    def between(model: nn.Module, step: int) -> None:
+    def between(model, step):
         with torch.no_grad():
             model.blocks[step % 4].up.weight.mul_(1.1)
             model.blocks[2].down.weight.data.mul_(0.9)
@@ -375,26 +503,26 @@ def _trained(offloader: Offloader | None, device: PretendedDevice) -> list[torch
 
 
 @each_once("activations, host_memory, seed", ["keep", "offload", "recompute"], [0, "1MiB", "1GiB"], range(2))
-def test_no_race(seed: int, host_memory: Any, activations: str, raced: Callable[..., list[str]]) -> None:
+def test_no_race(seed, host_memory, activations, raced):
     assert raced(_trained, seed, host_memory=host_memory, activations=activations) == []
 
 
 class Aside(nn.Module):
     """Uses one of its weights on a stream of its own, which the model joins at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.here, self.there = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
 
-    def forward(self, x: torch.Tensor, constant: torch.Tensor, device: PretendedDevice) -> torch.Tensor:
+    def forward(self, x, constant, device):
         with device.stream("side"):
             self.found = nn.functional.linear(constant, self.there.weight)
         return x + self.here(x)[:, :WIDTH]
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_stream_of_the_model_s_own_that_is_joined_later(seed: int, raced: Callable[..., list[str]]) -> None:
-    def program(offloader: Offloader | None, device: PretendedDevice) -> list[torch.Tensor]:
+def test_a_stream_of_the_model_s_own_that_is_joined_later(seed, raced):
+    def program(offloader, device):
         torch.manual_seed(0)
         blocks = nn.ModuleList(Aside() for _ in range(4)).requires_grad_(False)
         x, constant = torch.randn(4, WIDTH), torch.randn(4, WIDTH)

@@ -1,52 +1,44 @@
 """Trained weights, gradients and optimizer states on a drive, all at once: the bits of plain training."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
-from typing import Any
+from functools import cache, partial
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import Offloader, OffloadPolicy
+from lightning_ssd import OffloadPolicy
 from lightning_ssd.errors import OutOfSpaceError, StorageError
 from lightning_ssd.parameters.files import mapped_storage, weight_files
 from lightning_ssd.planning import update_memory
 from tests.support.offloaders import offloaders
 from tests.support.pairs import pairwise
+from tests.support.threads import at_once
 from tests.support.weight_loops import (
     MIN_TENSOR,
+    PLAIN,
     PROGRAMS,
     Loop,
     Net,
     batches,
     equal_weights,
     in_a_fork,
+    passed,
     same,
+    taken_over,
 )
 
 EVERYTHING = {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"}
 
 
-def policy(**options: Any) -> OffloadPolicy:
+def policy(**options):
     return OffloadPolicy(**EVERYTHING | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options)
 
 
-@pytest.fixture
-def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
-    with offloaders(spill_dir, policy) as make:
-        yield make
-
-
 STATES = {"optimizer_states": "offload"}
-AWAY: dict[str, dict[str, Any]] = {
+AWAY = {
     "files": EVERYTHING,
     "weights of a device": STATES | {"parameters": "offload", "gradients": "keep"},
     "gradients of a device": STATES | {"parameters": "keep", "gradients": "offload"},
@@ -55,12 +47,12 @@ AWAY: dict[str, dict[str, Any]] = {
 
 
 @cache
-def expected_of(program: str) -> list[torch.Tensor]:
+def expected_of(program):
     return Loop(**PROGRAMS[program]).run().result()
 
 
 @pairwise("program, activations, away", PROGRAMS, ["keep", "offload", "recompute"], AWAY)
-def test_bits(program: str, activations: str, away: str, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits(program, activations, away, spill_dir, monkeypatch):
     is_late = "device" in away
     if is_late:  # an update in many parts, of which some are slices of a weight
         monkeypatch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 17)
@@ -70,44 +62,41 @@ def test_bits(program: str, activations: str, away: str, spill_dir: Path, monkey
         assert (offloader.stats.weights_bytes > 0) is (AWAY[away]["parameters"] == "offload")
 
 
-def test_gradients_wait_in_the_files(opened: Callable[..., Offloader]) -> None:
+def test_gradients_wait_in_the_files(opened):
     seen = []
 
-    def look(model: nn.Module, *_: object) -> None:
+    def look(model, *_):
         seen.append([mapped_storage.is_mapped(p.grad.untyped_storage()) for p in model.parameters() if p.dim() > 1])
 
     Loop(opened(), before_step=look).run(2)
     assert seen == [[True] * 13] * 2
 
 
-def gradient_twice(hold: Callable[[nn.Parameter], Any], offloader: Offloader | None) -> list[torch.Tensor]:
-    """What a holder sees after two backwards, and the gradient itself."""
+def gradient_twice(hold, offloader):
     torch.manual_seed(4)
     layer = nn.Linear(128, 128, bias=False)
     held = hold(layer.weight)
-    if offloader is not None:
-        offloader.register_module(layer)
+    taken_over(offloader, layer)
     for scale in (1.0, 2.0):
         (layer(torch.ones(2, 128)) * scale).square().sum().backward()
     seen = held() if callable(held) else held
     gradient = layer.weight.grad
-    assert gradient is not None
     return [torch.as_tensor(seen).clone(), gradient.clone()]
 
 
-def _set(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+def _set(parameter, gradient):
     parameter.grad = gradient
     return gradient
 
 
-def _array(parameter: nn.Parameter) -> Any:
+def _array(parameter):
     array = torch.zeros(128, 128).numpy()
     parameter.grad = torch.from_numpy(array)
     return array
 
 
-def _hooked(parameter: nn.Parameter) -> Any:
-    kept: list[torch.Tensor] = []
+def _hooked(parameter):
+    kept = []
     parameter.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
     return lambda: kept[0]
 
@@ -122,32 +111,25 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_gradient_that_somebody_has_is_not_exchanged(holder: str, opened: Callable[..., Offloader]) -> None:
-    offloader = opened()
-    offloader.expect_no_optimizer()
-    assert same(gradient_twice(HOLDERS[holder], offloader), gradient_twice(HOLDERS[holder], None))
+def test_a_gradient_that_somebody_has_is_not_exchanged(holder, opened):
+    assert same(gradient_twice(HOLDERS[holder], opened()), gradient_twice(HOLDERS[holder], PLAIN))
 
 
-def test_one_gradient_of_two_parameters(opened: Callable[..., Offloader]) -> None:
+def test_one_gradient_of_two_parameters(opened):
     found = []
-    for offloader in (None, opened()):
+    for offloader in (PLAIN, opened()):
         torch.manual_seed(4)
-        layers = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
-        if offloader is not None:
-            offloader.expect_no_optimizer()
-            offloader.register_module(layers)
+        layers = taken_over(offloader, nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2))))
         layers[0].weight.grad = layers[1].weight.grad = torch.zeros(128, 128)
         layers(torch.ones(2, 128)).sum().backward()
         found.append([layer.weight.grad for layer in layers])
     assert same(*found)
 
 
-def test_a_gradient_or_storage_object_that_somebody_keeps_is_not_written_over(
-    opened: Callable[..., Offloader],
-) -> None:
+def test_a_gradient_or_storage_object_that_somebody_keeps_is_not_written_over(opened):
     kept = []
 
-    def keep(model: nn.Module, *_: object) -> None:
+    def keep(model, *_):
         gradient, storage = model.blocks[0].up.weight.grad[1:], model.blocks[1].up.weight.grad.untyped_storage()
         kept.append((gradient, gradient.clone(), storage, bytes(storage[:64])))
 
@@ -158,10 +140,10 @@ def test_a_gradient_or_storage_object_that_somebody_keeps_is_not_written_over(
     assert len({gradient.data_ptr() for gradient, *_ in kept}) == 4
 
 
-def test_a_fork_does_not_reach_gradients_that_were_kept(opened: Callable[..., Offloader]) -> None:
-    kept: list[torch.Tensor] = []
+def test_a_fork_does_not_reach_gradients_that_were_kept(opened):
+    kept = []
 
-    def keep(model: nn.Module, *_: object) -> None:
+    def keep(model, *_):
         gradient = model.blocks[0].up.weight.grad
         assert gradient is not None
         kept.append(gradient)
@@ -172,7 +154,7 @@ def test_a_fork_does_not_reach_gradients_that_were_kept(opened: Callable[..., Of
     assert same(kept, before)
 
 
-def test_tensors_can_be_swapped_once_their_gradients_are_offloaded_no_more(opened: Callable[..., Offloader]) -> None:
+def test_tensors_can_be_swapped_once_their_gradients_are_offloaded_no_more(opened):
     """A swap leaves a dictionary of hooks whose hooks never run; one of ours would swallow the user's."""
     offloader, called = opened(), []
     loop = Loop(offloader).run(1)
@@ -186,37 +168,27 @@ def test_tensors_can_be_swapped_once_their_gradients_are_offloaded_no_more(opene
     assert len(called) == 1
 
 
-def test_threads_train_side_by_side(opened: Callable[..., Offloader]) -> None:
-    offloader = opened()
-    offloader.expect_no_optimizer()
-    expected, found = [], []
-
-    def train(into: list[torch.Tensor], offload: bool) -> None:
+def test_threads_train_side_by_side(opened):
+    def train(offloader):
         model = nn.Linear(128, 128, bias=False)
         with torch.no_grad():
             model.weight.fill_(0.5)
-        if offload:
-            offloader.register_module(model)
+        taken_over(offloader, model)
         for _ in range(20):
             model(torch.ones(2, 128)).sum().backward()
-            if offload:
-                offloader.send_out_weights()
-        assert model.weight.grad is not None
-        into.append(model.weight.grad.clone())
+            offloader.send_out_weights()
+        found.append(model.weight.grad.clone())
 
-    train(expected, offload=False)
-    threads = [threading.Thread(target=train, args=(found, True)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert same(found, expected * 4)
+    offloader, found = opened(), list[torch.Tensor]()
+    train(PLAIN)
+    at_once(*[partial(train, offloader)] * 4)
+    assert same(found, found[:1] * 5)
 
 
-def test_the_place_of_gradients_that_were_kept_comes_back(opened: Callable[..., Offloader]) -> None:
-    kept: list[torch.Tensor] = []
+def test_the_place_of_gradients_that_were_kept_comes_back(opened):
+    kept = []
 
-    def keep(model: nn.Module, *_: object) -> None:
+    def keep(model, *_):
         kept[:] = [p.grad for p in model.parameters() if p.grad is not None]
 
     offloader = opened()
@@ -226,28 +198,21 @@ def test_the_place_of_gradients_that_were_kept_comes_back(opened: Callable[..., 
     assert sum(arena.used_bytes for arena in offloader._parts.parameters.files._arenas) == used
 
 
-def test_gradients_of_models_that_are_gone_give_their_place_back(opened: Callable[..., Offloader]) -> None:
+def test_gradients_of_models_that_are_gone_give_their_place_back(opened):
     offloader = opened()
-    offloader.expect_no_optimizer()
     used = []
     for _ in range(4):
-        model = Net()
-        offloader.register_module(model)
-        with offloader.saved_tensors():
-            loss = model(next(batches(1))).sum()
-        loss.backward()
-        offloader.end_backward()
-        del model, loss
+        model = taken_over(offloader, Net())
+        passed(offloader, lambda model=model: model(next(batches(1))).sum())
+        del model
         gc.collect()
         offloader.send_out_weights()
         used.append(sum(arena.used_bytes for arena in offloader._parts.parameters.files._arenas))
     assert used[1:] == used[:1] * 3
 
 
-def test_a_gradient_without_a_place_stays_in_memory(
-    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
+def test_a_gradient_without_a_place_stays_in_memory(opened, monkeypatch):
+    def refuse(*_):
         raise OutOfSpaceError(28, "full")
 
     expected = Loop().run().result()
@@ -259,7 +224,7 @@ def test_a_gradient_without_a_place_stays_in_memory(
     assert same(loop.result(), expected)
 
 
-def test_resuming_from_state_dicts(opened: Callable[..., Offloader]) -> None:
+def test_resuming_from_state_dicts(opened):
     plain = Loop().run(4)
     first = Loop(opened()).run(2)
     saved = {name: value.clone() for name, value in first.model.state_dict().items()}, first.optimizer.state_dict()
@@ -275,7 +240,7 @@ def test_resuming_from_state_dicts(opened: Callable[..., Offloader]) -> None:
     assert not equal_weights(plain.model, again.model)
 
 
-def test_after_closing_training_goes_on_in_memory(opened: Callable[..., Offloader]) -> None:
+def test_after_closing_training_goes_on_in_memory(opened):
     offloader = opened()
     loop = Loop(offloader, make=torch.optim.SGD).run(2)
     model = loop.model
@@ -289,11 +254,11 @@ def test_after_closing_training_goes_on_in_memory(opened: Callable[..., Offloade
     assert not any(mapped_storage.is_mapped(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None)
 
 
-def test_a_fork_trains_by_itself_what_was_copied_before(opened: Callable[..., Offloader]) -> None:
+def test_a_fork_trains_by_itself_what_was_copied_before(opened):
     loop = Loop(opened()).run(1)
     twin = copy.deepcopy(loop.model)
 
-    def train() -> None:
+    def train():
         twin(next(batches(1))).sum().backward()
         with torch.no_grad():
             for parameter in twin.parameters():
@@ -304,16 +269,14 @@ def test_a_fork_trains_by_itself_what_was_copied_before(opened: Callable[..., Of
     assert same(list(loop.model.state_dict().values()), expected)
 
 
-def test_what_the_drive_has_lost_ends_training(
-    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_drive_has_lost_ends_training(opened, monkeypatch):
     loop = Loop(opened())
     monkeypatch.setattr(mapped_storage, "_sync_file_range", lambda *_: -1)
     with pytest.raises(StorageError, match="weights or gradients that were changed could not be written"):
         loop.run(200)  # a thread looks, which a busy machine may keep from it for some steps
 
 
-def test_nothing_is_left_of_a_model_that_is_gone(opened: Callable[..., Offloader]) -> None:
+def test_nothing_is_left_of_a_model_that_is_gone(opened):
     offloader = opened()
     loop = Loop(offloader).run(1)
     keys = [mapped_storage._mapped[p.untyped_storage()._cdata] for p in loop.model.parameters() if p.dim() > 1]

@@ -1,12 +1,8 @@
 """What is read ahead into the page cache is what is wanted now, and not what was wanted before."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +10,10 @@ import torch
 from lightning_ssd.memory import host_room
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.memory.host_room import HostRoom
-from lightning_ssd.parameters.files.mapped_storage import MappedStorage
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager
-from lightning_ssd.parameters.pager import Unit, Weight
+from lightning_ssd.parameters.pager import Weight
 from lightning_ssd.storage.posix import PosixBackend
-from tests.support.process_memory import read_bytes, shown_bytes
 
 NUM_PARTS = 3
 """Of each weight, in which it is read."""
@@ -29,14 +23,14 @@ PATIENCE_S = 20.0
 class Parts:
     """The parts that a reader shows, as numbers of their weights; it waits at the first one until it is let on."""
 
-    def __init__(self, memories: list[MappedStorage], patch: pytest.MonkeyPatch) -> None:
-        self.shown: list[int] = []
+    def __init__(self, memories, patch):
+        self.shown = []
         self.has_begun, self.may_go_on = threading.Event(), threading.Event()
-        self._offsets = [memory._extent.offset for memory in memories]  # type: ignore[attr-defined]
+        self._offsets = [memory._extent.offset for memory in memories]
         self._real = FileView.show
         patch.setattr(FileView, "show", lambda view, *args, **options: self._show(view, *args, **options))
 
-    def _show(self, view: FileView, start: int, fd: int, offset: int, nbytes: int, *, shared: bool = False) -> None:
+    def _show(self, view, start, fd, offset, nbytes, *, shared=False):
         self.shown += [
             number for number, first in enumerate(self._offsets) if first <= offset < first + NUM_PARTS * READ_BYTES
         ]
@@ -44,8 +38,7 @@ class Parts:
         assert self.may_go_on.wait(PATIENCE_S)
         self._real(view, start, fd, offset, nbytes, shared=shared)
 
-    def wait_for(self, number: int) -> None:
-        """Until all of a weight have been shown."""
+    def wait_for(self, number):
         deadline_s = time.monotonic() + PATIENCE_S
         while self.shown.count(number) < NUM_PARTS:
             assert time.monotonic() < deadline_s, self.shown
@@ -53,14 +46,13 @@ class Parts:
 
 
 @pytest.fixture
-def pager(spill_dir: Path) -> Iterator[MappedPager]:
-    """Five units of one frozen weight each."""
+def pager(spill_dir):
     with opened_pager(spill_dir, MappedPager()) as opened:
         yield opened
 
 
 @contextmanager
-def opened_pager(spill_dir: Path, opened: MappedPager) -> Iterator[MappedPager]:
+def opened_pager(spill_dir, opened):
     backend = PosixBackend([spill_dir])
     files = WeightFiles(backend, [spill_dir])
     storages = []
@@ -77,19 +69,19 @@ def opened_pager(spill_dir: Path, opened: MappedPager) -> Iterator[MappedPager]:
 
 
 @pytest.fixture
-def parts(pager: MappedPager, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
+def parts(pager, monkeypatch):
     made = Parts([weight.memory for weight in pager.weights], monkeypatch)
     yield made
     made.may_go_on.set()
 
 
-def use(pager: MappedPager, unit: Unit[MappedStorage]) -> None:
+def use(pager, unit):
     with torch.no_grad():
         pager.enter(unit)
         pager.leave(unit)
 
 
-def test_of_what_was_asked_for_only_the_last_is_read_on(pager: MappedPager, parts: Parts) -> None:
+def test_of_what_was_asked_for_only_the_last_is_read_on(pager, parts):
     pager._look_ahead(None, pager.units[0])
     assert parts.has_begun.wait(PATIENCE_S)
     for unit in pager.units[1:4]:
@@ -99,32 +91,14 @@ def test_of_what_was_asked_for_only_the_last_is_read_on(pager: MappedPager, part
     assert parts.shown == [0] + NUM_PARTS * [3]
 
 
-def test_what_comes_next_is_in_the_page_cache_alone(pager: MappedPager, parts: Parts, spill_dir: Path) -> None:
-    parts.may_go_on.set()
-    for unit in (*pager.units[:3], pager.units[0]):
-        use(pager, unit)
-    parts.wait_for(1)
-    parts.wait_for(2)
-    assert shown_bytes(spill_dir) <= 2 * READ_BYTES, "in which it is shown to be read"
-    before = read_bytes()
-    pager.enter(pager.units[1])
-    assert shown_bytes(spill_dir) == NUM_PARTS * READ_BYTES
-    assert pager.resident_bytes == NUM_PARTS * READ_BYTES
-    assert read_bytes() == before
-    assert pager.num_late == 4, "those before the order was known"
-    pager.leave(pager.units[1])
-
-
 class Room:
-    """Memory that the machine has left, as the test wants it."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.nbytes: int | None = None
-        self.refusal: OSError | None = None
+    def __init__(self, patch):
+        self.nbytes = None
+        self.refusal = None
         patch.setattr(host_room, "host_available_bytes", self.ask)
         patch.setattr(host_room, "_LOOK_S", 0.0)
 
-    def ask(self, cached_bytes: int) -> int | None:
+    def ask(self, cached_bytes):
         if self.refusal is not None:
             raise self.refusal
         return self.nbytes
@@ -145,9 +119,7 @@ AMPLE = 2 * 5 * UNIT
         (None, 100 * AMPLE, False),
     ],
 )
-def test_what_comes_next_is_mapped_where_memory_is_ample(
-    spill_dir: Path, monkeypatch: pytest.MonkeyPatch, num_sharing: int | None, room: int | None, comes: bool
-) -> None:
+def test_what_comes_next_is_mapped_where_memory_is_ample(spill_dir, monkeypatch, num_sharing, room, comes):
     memory = Room(monkeypatch)
     memory.nbytes = room
     with opened_pager(spill_dir, MappedPager(None if num_sharing is None else HostRoom(num_sharing))) as pager:
@@ -165,9 +137,7 @@ def test_what_comes_next_is_mapped_where_memory_is_ample(
 
 
 @pytest.mark.parametrize("has_come", [False, True])
-def test_what_was_mapped_ahead_and_is_not_used_leaves(
-    spill_dir: Path, monkeypatch: pytest.MonkeyPatch, has_come: bool
-) -> None:
+def test_what_was_mapped_ahead_and_is_not_used_leaves(spill_dir, monkeypatch, has_come):
     """Also where it comes when it is expected no more."""
     Room(monkeypatch).nbytes = AMPLE
     with opened_pager(spill_dir, MappedPager(HostRoom())) as pager:
@@ -183,7 +153,6 @@ def test_what_was_mapped_ahead_and_is_not_used_leaves(
         )
         use(pager, pager.units[0])  # then comes 1
         latch = first.coming
-        assert latch is not None
         if has_come:
             latch.wait()
             assert first.resident_bytes
@@ -198,9 +167,7 @@ def test_what_was_mapped_ahead_and_is_not_used_leaves(
         assert first.resident_bytes is None
 
 
-def test_nothing_more_is_mapped_ahead_once_memory_is_short_or_nobody_tells(
-    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_more_is_mapped_ahead_once_memory_is_short_or_nobody_tells(spill_dir, monkeypatch):
     memory = Room(monkeypatch)
     memory.nbytes = AMPLE
     with opened_pager(spill_dir, MappedPager(HostRoom())) as pager:
@@ -216,7 +183,7 @@ def test_nothing_more_is_mapped_ahead_once_memory_is_short_or_nobody_tells(
         assert pager.units[1].coming is None
 
 
-def test_closing_waits_for_no_more_than_a_part(pager: MappedPager, parts: Parts) -> None:
+def test_closing_waits_for_no_more_than_a_part(pager, parts):
     pager._look_ahead(None, pager.units[0])
     assert parts.has_begun.wait(PATIENCE_S)
     closing = threading.Thread(target=pager.close)

@@ -1,12 +1,8 @@
 """Weights wait as far as memory lacks in a control group, whose kernel kills plain training."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +13,7 @@ pytestmark = pytest.mark.slow
 _PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 
 
-def trained_in_a_group(mode: str, directory: Path, limit: int | None, *more: str) -> tuple[int, dict[str, Any], int]:
-    """Exit code, what the worker told, and the peak of its control group."""
+def trained_in_a_group(mode, directory, limit, *more):
     with memory_group(limit) as group:
         enter = ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group.procs)]
         worker = [sys.executable, "-m", "tests.support.auto_worker", mode, str(directory), *more]
@@ -30,7 +25,7 @@ def trained_in_a_group(mode: str, directory: Path, limit: int | None, *more: str
 
 
 @pytest.fixture(autouse=True)
-def _groups() -> None:
+def _groups():
     try:
         with memory_group(None):
             pass
@@ -38,7 +33,7 @@ def _groups() -> None:
         pytest.skip(f"no memory control group here: {error}")
 
 
-def test_a_gpt_that_does_not_fit_is_trained_with_a_part_of_its_blocks_in_memory(spill_dir: Path) -> None:
+def test_a_gpt_that_does_not_fit_is_trained_with_a_part_of_its_blocks_in_memory(spill_dir):
     _, expected, peak = trained_in_a_group("keep", spill_dir, None)
     limit = peak - expected["blocks_bytes"] // 4
     assert trained_in_a_group("keep", spill_dir, limit)[0] == -9
@@ -52,7 +47,7 @@ def test_a_gpt_that_does_not_fit_is_trained_with_a_part_of_its_blocks_in_memory(
 
 
 @pytest.mark.exhaustive
-def test_a_gpt_that_fits_makes_room_when_something_else_takes_memory(spill_dir: Path) -> None:
+def test_a_gpt_that_fits_makes_room_when_something_else_takes_memory(spill_dir):
     """For which plain training is killed."""
     ballast = 256
     _, expected, peak = trained_in_a_group("keep", spill_dir, None, str(ballast))

@@ -1,29 +1,22 @@
 """Frozen weights on a drive: the bits of plain training, whatever is done to a weight, and whoever holds it."""
 
-from __future__ import annotations
-
 import copy
 import io
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ssd import Offloader, OffloadPolicy
+from lightning_ssd import OffloadPolicy
 from tests.support.helpers import meaning_of
-from tests.support.offloaders import offloaders
 from tests.support.pairs import pairwise
 from tests.support.weight_loops import (
     MIN_TENSOR,
     NUM_BLOCKS,
     VOCABULARY,
     WIDTH,
-    Between,
     Block,
     Net,
     batches,
@@ -35,14 +28,8 @@ from tests.support.weight_loops import (
 )
 
 
-def policy(**options: Any) -> OffloadPolicy:
+def policy(**options):
     return OffloadPolicy(**{"parameters": "offload", "activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options)
-
-
-@pytest.fixture
-def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
-    with offloaders(spill_dir, policy) as make:
-        yield make
 
 
 # -- the same bits ---------------------------------------------------------------------------------------------------
@@ -55,9 +42,7 @@ def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
         *(("offload", one) for one in (torch.optim.SGD, torch.optim.Adagrad)),
     ],
 )
-def test_training_is_bit_for_bit_that_of_plain_pytorch(
-    activations: str, optimizer: Any, opened: Callable[..., Offloader]
-) -> None:
+def test_training_is_bit_for_bit_that_of_plain_pytorch(activations, optimizer, opened):
     plain, model = built(), built()
     expected = train(plain, optimizer=optimizer)
     offloader = opened(model, activations=activations)
@@ -69,8 +54,8 @@ def test_training_is_bit_for_bit_that_of_plain_pytorch(
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_with_checkpoints_of_the_model_s_own(reentrant: bool, opened: Callable[..., Offloader]) -> None:
-    def repeats(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def test_with_checkpoints_of_the_model_s_own(reentrant, opened):
+    def repeats(block, x):
         return checkpoint(block, x, use_reentrant=reentrant)
 
     plain, model = built(repeats=repeats), built(repeats=repeats)
@@ -80,12 +65,12 @@ def test_with_checkpoints_of_the_model_s_own(reentrant: bool, opened: Callable[.
 
 
 @pairwise("trains_all, activations, is_cached", [False, True], ["keep", "offload"], [True, False])
-def test_with_autocast(trains_all: bool, activations: str, is_cached: bool, opened: Callable[..., Offloader]) -> None:
+def test_with_autocast(trains_all, activations, is_cached, opened):
     """Autocast computes with copies of weights that wait; those that backward needs are saved like activations."""
 
     class Mixed(Net):
         @torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=is_cached)
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             return super().forward(ids)
 
     plain, model = built(Mixed), built(Mixed)
@@ -93,7 +78,7 @@ def test_with_autocast(trains_all: bool, activations: str, is_cached: bool, open
         one.requires_grad_(True)
     offloader = opened(model, activations=activations, optimizer_states="offload")
 
-    def adamw(*args: Any, **options: Any) -> torch.optim.Optimizer:
+    def adamw(*args, **options):
         return offloader.offload_optimizer(torch.optim.AdamW(*args, **options))
 
     assert same(train(model, offloader, optimizer=adamw), train(plain))
@@ -101,7 +86,7 @@ def test_with_autocast(trains_all: bool, activations: str, is_cached: bool, open
     assert offloader.stats.weights_bytes > 0
 
 
-def test_a_forward_on_the_meta_device_tells_shapes_as_ever(opened: Callable[..., Offloader]) -> None:
+def test_a_forward_on_the_meta_device_tells_shapes_as_ever(opened):
     block = Block()
     block.up.requires_grad_(False)
     opened(block)
@@ -112,7 +97,7 @@ def test_a_forward_on_the_meta_device_tells_shapes_as_ever(opened: Callable[...,
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, which it means to hide
 @pytest.mark.parametrize("scope", ["blocks", "model"])
-def test_with_compiled_code(scope: str, opened: Callable[..., Offloader]) -> None:
+def test_with_compiled_code(scope, opened):
     plain, model = built(), built()
     for one in (plain, model):
         for part in one.blocks if scope == "blocks" else [one]:
@@ -122,20 +107,20 @@ def test_with_compiled_code(scope: str, opened: Callable[..., Offloader]) -> Non
     assert offloader.stats.weights_bytes > 0
 
 
-def test_accumulation_and_evaluation_in_between(opened: Callable[..., Offloader]) -> None:
-    def evaluate(model: nn.Module, step: int) -> None:
+def test_accumulation_and_evaluation_in_between(opened):
+    def evaluate(model, step):
         with torch.no_grad():
             seen.append(model(next(batches(1))))
 
     plain, model = built(), built()
-    seen: list[torch.Tensor] = []
+    seen = []
     expected = train(plain, between=evaluate)
     half = len(seen)
     assert same(train(model, opened(model), between=evaluate), expected)
     assert same(seen[half:], seen[:half])
 
 
-def test_a_step_that_fails_in_forward_and_the_next_one(opened: Callable[..., Offloader]) -> None:
+def test_a_step_that_fails_in_forward_and_the_next_one(opened):
     plain, model = built(), built()
     offloader = opened(model)
     model.blocks[2].up.register_forward_hook(lambda *args: 1 / 0)
@@ -145,7 +130,7 @@ def test_a_step_that_fails_in_forward_and_the_next_one(opened: Callable[..., Off
     assert same(train(model, offloader), train(plain))
 
 
-def test_two_backwards_through_one_graph(opened: Callable[..., Offloader]) -> None:
+def test_two_backwards_through_one_graph(opened):
     plain, model = built(), built()
     offloader = opened(model)
     for _ in range(2):
@@ -166,29 +151,29 @@ def test_two_backwards_through_one_graph(opened: Callable[..., Offloader]) -> No
 # -- edits of frozen weights, seen and unseen ------------------------------------------------------------------------
 
 
-def _averaged(model: nn.Module, step: int) -> None:
+def _averaged(model, step):
     with torch.no_grad():
         for weight in (model.blocks[0].up.weight, model.embedding.weight):
             weight.lerp_(torch.full_like(weight, 0.01 * step), 0.1)
 
 
-def _past_autograd(model: nn.Module, step: int) -> None:
+def _past_autograd(model, step):
     model.blocks[1].down.weight.data.mul_(1.01)
     model.embedding.weight.detach().numpy()[3] += 0.5
 
 
-def _exchanged(model: nn.Module, step: int) -> None:
+def _exchanged(model, step):
     model.blocks[2].up.weight.data = model.blocks[2].up.weight.data * 1.5
     model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight * 2, requires_grad=False)
 
 
-def _loaded(model: nn.Module, step: int) -> None:
+def _loaded(model, step):
     state = {name: value * 1.01 for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=step == 1)
     frozen(model)
 
 
-def _unfrozen(model: nn.Module, step: int) -> None:
+def _unfrozen(model, step):
     if step == 1:
         for parameter in model.parameters():
             parameter.requires_grad_(True)
@@ -200,14 +185,14 @@ def _unfrozen(model: nn.Module, step: int) -> None:
 
 
 @pytest.mark.parametrize("edit", [_averaged, _past_autograd, _exchanged, _loaded, _unfrozen])
-def test_edits_between_steps_are_not_lost(edit: Between, opened: Callable[..., Offloader]) -> None:
+def test_edits_between_steps_are_not_lost(edit, opened):
     plain, model = built(), built()
     expected = train(plain, between=edit, steps=5)
     assert same(train(model, opened(model), between=edit, steps=5), expected)
     assert equal_weights(model, plain)
 
 
-def test_an_edit_between_forward_and_backward_is_pytorch_s_error(opened: Callable[..., Offloader]) -> None:
+def test_an_edit_between_forward_and_backward_is_pytorch_s_error(opened):
     messages = []
     for offloader in (None, opened()):
         model = built()
@@ -225,7 +210,7 @@ def test_an_edit_between_forward_and_backward_is_pytorch_s_error(opened: Callabl
     assert meaning_of(messages[0]) == meaning_of(messages[1])
 
 
-def test_a_thread_that_edits_while_training_runs(opened: Callable[..., Offloader]) -> None:
+def test_a_thread_that_edits_while_training_runs(opened):
     """Edits of bytes that nobody reads: none may be lost when pages leave meanwhile."""
     model = built()
     offloader = opened(model)
@@ -233,7 +218,7 @@ def test_a_thread_that_edits_while_training_runs(opened: Callable[..., Offloader
     ends = threading.Event()
     counts = torch.zeros_like(target)
 
-    def edit() -> None:
+    def edit():
         while not ends.is_set():
             target.add_(1.0)
             counts.add_(1.0)
@@ -271,9 +256,7 @@ def test_a_thread_that_edits_while_training_runs(opened: Callable[..., Offloader
         (lambda weight: weight.untyped_storage().share_memory_(), "it is in memory that processes share"),
     ],
 )
-def test_what_somebody_else_holds_stays(
-    hold: Callable[[torch.Tensor], object], reason: str, opened: Callable[..., Offloader]
-) -> None:
+def test_what_somebody_else_holds_stays(hold, reason, opened):
     model = built()
     weight = model.blocks[1].up.weight
     held = hold(weight)
@@ -285,26 +268,15 @@ def test_what_somebody_else_holds_stays(
     del held
 
 
-def test_foreign_memory_stays(opened: Callable[..., Offloader]) -> None:
-    """Of a parameter made of an array: only the array's owner knows who else uses it."""
-    array = torch.randn(WIDTH, 4 * WIDTH).numpy()
-    model = built()
-    model.blocks[0].down.weight = nn.Parameter(torch.from_numpy(array), requires_grad=False)
-    with pytest.warns(UserWarning, match="its memory was not made by PyTorch"):
-        opened(model)
-    array[:] = 0
-    assert not model.blocks[0].down.weight.any()
-
-
-def test_parts_of_one_storage_move_together(opened: Callable[..., Offloader]) -> None:
+def test_parts_of_one_storage_move_together(opened):
     class Fused(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             whole = torch.randn(3 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(2))
             self.q, self.k, self.v = (nn.Parameter(part, requires_grad=False) for part in whole.chunk(3))
             self.scale = nn.Parameter(torch.ones(WIDTH))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return (x * self.scale) @ self.q.t() @ self.k @ self.v
 
     plain, model = Fused(), Fused()
@@ -320,7 +292,7 @@ def test_parts_of_one_storage_move_together(opened: Callable[..., Offloader]) ->
     assert same(*results)
 
 
-def test_a_buffer_in_the_same_memory_keeps_it_there(opened: Callable[..., Offloader]) -> None:
+def test_a_buffer_in_the_same_memory_keeps_it_there(opened):
     model = built()
     model.register_buffer("shown", model.blocks[0].up.weight.data)
     with pytest.warns(UserWarning, match="a buffer lies in the same memory"):
@@ -328,16 +300,12 @@ def test_a_buffer_in_the_same_memory_keeps_it_there(opened: Callable[..., Offloa
 
 
 class Renamed(Net):
-    """Names its parameters in a way of its own, and has PyTorch's arguments of long ago."""
-
-    def named_parameters(  # type: ignore[override]
-        self, prefix: str = "", recurse: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, prefix="", recurse=True):
         for name, parameter in super().named_parameters(prefix, recurse):
             yield f"wrapped.{name}", parameter
 
 
-def test_names_that_are_not_those_of_the_modules(opened: Callable[..., Offloader]) -> None:
+def test_names_that_are_not_those_of_the_modules(opened):
     plain = built()
     torch.manual_seed(0)
     model = frozen(Renamed())
@@ -347,7 +315,7 @@ def test_names_that_are_not_those_of_the_modules(opened: Callable[..., Offloader
     assert offloader.stats.weights_bytes == 4 * (NUM_BLOCKS * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
 
 
-def test_identity_shape_and_version_stay(opened: Callable[..., Offloader]) -> None:
+def test_identity_shape_and_version_stay(opened):
     model = built()
     weights = dict(model.named_parameters())
     facts = {
@@ -361,7 +329,7 @@ def test_identity_shape_and_version_stay(opened: Callable[..., Offloader]) -> No
 
 
 @pytest.mark.parametrize("modes", [(True, False), (False, True), (True, True)], ids=["built", "registered", "both"])
-def test_inference_mode(modes: tuple[bool, bool], opened: Callable[..., Offloader]) -> None:
+def test_inference_mode(modes, opened):
     """While the model is built, or while it is registered."""
     with torch.inference_mode(modes[0]):
         plain, model = built().requires_grad_(False), built().requires_grad_(False)
@@ -374,7 +342,7 @@ def test_inference_mode(modes: tuple[bool, bool], opened: Callable[..., Offloade
             assert torch.equal(model(next(batches(1))), plain(next(batches(1))))
 
 
-def test_copies_are_memory_of_their_own(opened: Callable[..., Offloader]) -> None:
+def test_copies_are_memory_of_their_own(opened):
     plain, model = built(), built()
     opened(model)
     twin = copy.deepcopy(model)

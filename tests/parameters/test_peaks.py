@@ -1,20 +1,11 @@
 """How much of a GPT of eight blocks is in memory at a time, and how much a step changes in files."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
-from lightning_ssd import Offloader
 from lightning_ssd.memory.file_mapping import READ_BYTES
 from tests.parity.models import adapted, gpt2, hugging_face_loss, tokens
 from tests.support.everything_away import all_away, large, storage_bytes
-from tests.support.helpers import Batch
 from tests.support.process_memory import dirtied_bytes, frozen_changed_at, shown_bytes
 
 NUM_BLOCKS, NUM_SLOTS = 8, 4
@@ -22,13 +13,12 @@ MARGIN = 1.1
 
 
 @pytest.fixture(autouse=True)
-def _subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many times as many as are in memory."""
+def _subgroups(monkeypatch):
     monkeypatch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 1 << 20)
     monkeypatch.setattr("lightning_ssd.optimizer.step.subgroups.GRANULE", 16 << 10)
 
 
-def short_batch(step: int) -> Batch:
+def short_batch(step):
     """Activations are nothing beside weights then."""
     ids = tokens(step, 1, 8)
     return {"input_ids": ids, "labels": ids}
@@ -43,9 +33,7 @@ class Watched:
         prepare: what becomes of the model before it is registered.
     """
 
-    def __init__(
-        self, offloader: Offloader, directory: Path, prepare: Callable[[nn.Module], nn.Module] = lambda model: model
-    ) -> None:
+    def __init__(self, offloader, directory, prepare=lambda model: model):
         torch.manual_seed(0)
         self._directory, self._offloader = directory, offloader
         self.model = prepare(gpt2(layers=NUM_BLOCKS))
@@ -56,7 +44,7 @@ class Watched:
         offloader.register_module(self.model)
         self.optimizer = offloader.offload_optimizer(torch.optim.AdamW(self.trained, lr=1e-3))
 
-    def _watch(self) -> None:
+    def _watch(self):
         for module in self.model.modules():
             if large(module) and not list(module.children()):
                 module.register_forward_hook(lambda *_: self.look("forward"))
@@ -64,12 +52,11 @@ class Watched:
             parameter.register_hook(lambda gradient: self.look("after", gradient.nbytes))
             parameter.register_post_accumulate_grad_hook(lambda _: self.look("after"))
 
-    def look(self, when: str, made: int = 0) -> None:
-        """Count what is shown of weights and gradients, and the gradient that autograd has just made."""
+    def look(self, when, made=0):
         if self.is_watching:
             self.peaks[when] = max(self.peaks[when], shown_bytes(self._directory) + made)
 
-    def step(self, number: int, *, set_to_none: bool = True) -> None:
+    def step(self, number, *, set_to_none=True):
         with self._offloader.saved_tensors():
             loss = hugging_face_loss(self.model, short_batch(number))
         self.look("forward")
@@ -85,7 +72,7 @@ class Watched:
 @pytest.mark.parametrize(
     "activations", ["recompute", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("keep", "offload"))]
 )
-def test_two_units_of_weights_and_of_gradients_are_in_memory_at_a_time(activations: str, spill_dir: Path) -> None:
+def test_two_units_of_weights_and_of_gradients_are_in_memory_at_a_time(activations, spill_dir):
     with all_away(spill_dir, activations=activations) as offloader:
         watched = Watched(offloader, spill_dir)
         unit = max(storage_bytes(large(block)) for block in watched.model.transformer.h)
@@ -106,7 +93,7 @@ def test_two_units_of_weights_and_of_gradients_are_in_memory_at_a_time(activatio
 
 
 @pytest.mark.parametrize("others", ["keep", "offload"])
-def test_frozen_weights_are_not_written_by_a_step(others: Any, spill_dir: Path) -> None:
+def test_frozen_weights_are_not_written_by_a_step(others, spill_dir):
     """Adapters are smaller than what waits. Their states are written by themselves."""
     policy = {"gradients": others, "optimizer_states": others, "min_tensor_bytes": "64KiB"}
     with all_away(spill_dir, **policy) as offloader:
@@ -120,14 +107,13 @@ def test_frozen_weights_are_not_written_by_a_step(others: Any, spill_dir: Path) 
             assert frozen_changed_at(offloader) == before, number
 
 
-def test_frozen_neighbours_of_trained_weights_that_wait_are_not_written(spill_dir: Path) -> None:
+def test_frozen_neighbours_of_trained_weights_that_wait_are_not_written(spill_dir):
     """The system writes pieces of up to 2 MiB as a whole: what is trained must not share one with what is frozen."""
     with all_away(spill_dir) as offloader:
         watched = Watched(offloader, spill_dir, adapted)
         trained = storage_bytes(large(watched.model, trained=True))
         assert 1 << 20 < trained < offloader.stats.weights_bytes / 10
         files = offloader._parts.parameters.files
-        assert files is not None
         for number in range(3):
             files.sync()
             before, states = dirtied_bytes(), _states_written(offloader)
@@ -137,16 +123,15 @@ def test_frozen_neighbours_of_trained_weights_that_wait_are_not_written(spill_di
         assert 2 * trained <= dirtied <= 2 * trained * 1.25
 
 
-def _states_written(offloader: Offloader) -> int:
+def _states_written(offloader):
     return sum(one.written_bytes for one in offloader.optimizer_stats)
 
 
-def test_of_frozen_weights_one_unit_is_in_memory_at_a_time(spill_dir: Path) -> None:
+def test_of_frozen_weights_one_unit_is_in_memory_at_a_time(spill_dir):
     """The next ones are in the page cache."""
     with all_away(spill_dir, min_tensor_bytes="64KiB") as offloader:
         watched = Watched(offloader, spill_dir, adapted)
         pager = offloader._parts.parameters.pager
-        assert pager is not None
         assert all(weight.is_frozen for weight in pager.weights), "adapters are smaller than what waits"
         unit = max(storage_bytes(large(block)) for block in watched.model.transformer.h)
         for number in range(3):

@@ -1,10 +1,6 @@
 """Models that are built inside of ``streamed_init()``, several at once: the weights of each, and nothing is left."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,26 +10,22 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.common.dtensor import CutWatch
-from tests.parameters.test_paged_weights import (
-    policy,
-)
+from tests.parameters.test_paged_weights import policy
 from tests.support.late import late_copies
 from tests.support.patience import PATIENCE_S
 from tests.support.weight_loops import built, equal_weights, same, train
 
-Opened = Callable[[], Offloader]
 _METHODS = ("_init_sharded_param", "reset_sharded_param")
 
 
 @pytest.fixture(params=["cpu", "device"])
-def opened(request: pytest.FixtureRequest, spill_dir: Path) -> Iterator[Opened]:
-    """Makes offloaders for a CPU, or for a device whose copies end late; they are closed at the end."""
+def opened(request, spill_dir):
     made = []
     hardware = HardwareProfile(paths=[spill_dir], host_memory=0)
     with late_copies(max_delay_s=0) as copies:
         options = {"_copies": copies} if request.param == "device" else {}
 
-        def make() -> Offloader:
+        def make():
             made.append(Offloader(policy=policy(optimizer_states="offload"), hardware=hardware, **options))
             return made[-1].open()
 
@@ -42,17 +34,17 @@ def opened(request: pytest.FixtureRequest, spill_dir: Path) -> Iterator[Opened]:
             offloader.close()
 
 
-def weights_of(offloader: Offloader) -> int:
-    return len(offloader._parts.parameters.weights.pager.weights)  # type: ignore[union-attr]
+def weights_of(offloader):
+    return len(offloader._parts.parameters.weights.pager.weights)
 
 
-def test_threads_build_at_once_and_end_in_any_order(opened: Opened) -> None:
+def test_threads_build_at_once_and_end_in_any_order(opened):
     torch.manual_seed(0)
     offloader, plain = opened(), built()
     begun, ended, models = threading.Event(), threading.Event(), []
     lock = threading.Lock()  # random numbers are the process' own
 
-    def build_later() -> None:
+    def build_later():
         with offloader.streamed_init():
             begun.set()
             assert ended.wait(PATIENCE_S)
@@ -81,7 +73,7 @@ def test_threads_build_at_once_and_end_in_any_order(opened: Opened) -> None:
         assert same(train(model, offloader, optimizer=update), expected)
 
 
-def test_what_is_trained_lies_where_changes_do_after_threads_have_built(opened: Opened) -> None:
+def test_what_is_trained_lies_where_changes_do_after_threads_have_built(opened):
     offloader = opened()
     inner, outer = offloader.streamed_init(), offloader.streamed_init()
     thread = threading.Thread(target=outer.__enter__)
@@ -89,14 +81,14 @@ def test_what_is_trained_lies_where_changes_do_after_threads_have_built(opened: 
     thread.join()
     with inner:
         pass
-    assert not offloader._parts.parameters.weights._builds_here  # type: ignore[union-attr]
+    assert not offloader._parts.parameters.weights._builds_here
     outer.__exit__(None, None, None)
-    assert not offloader._parts.parameters.weights._builders  # type: ignore[union-attr]
+    assert not offloader._parts.parameters.weights._builders
 
 
 @pytest.mark.filterwarnings("ignore:13 weights stay in memory.* it waits for another offloader")  # of a device
 @pytest.mark.parametrize("registers", ["inner", "outer"])
-def test_two_offloaders_around_one_building(registers: str, opened: Opened) -> None:
+def test_two_offloaders_around_one_building(registers, opened):
     plain, expected = built(), train(built())
     inner, outer = opened(), opened()
     with outer.streamed_init(), inner.streamed_init():
@@ -112,7 +104,7 @@ def test_two_offloaders_around_one_building(registers: str, opened: Opened) -> N
         assert equal_weights(model, plain)
 
 
-def test_again_inside_of_itself(opened: Opened) -> None:
+def test_again_inside_of_itself(opened):
     offloader = opened()
     with offloader.streamed_init():
         with offloader.streamed_init():
@@ -125,7 +117,7 @@ def test_again_inside_of_itself(opened: Opened) -> None:
     assert equal_weights(first, second)
 
 
-def test_watches_of_shards_end_in_any_order() -> None:
+def test_watches_of_shards_end_in_any_order():
     before = [getattr(FSDPParam, name) for name in _METHODS]
     first, second = CutWatch(lambda shard: None), CutWatch(lambda shard: None)
     first.remove()

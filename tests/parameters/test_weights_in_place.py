@@ -1,13 +1,8 @@
 """Frozen weights that were mapped from a file wait in that file: nothing is written, and no bit is another one."""
 
-from __future__ import annotations
-
 import errno
 import os
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lightning_ssd import Offloader
 from lightning_ssd.errors import StorageError
 from lightning_ssd.parameters.files import source_files
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
-from tests.parameters.test_paged_weights import (
+from tests.parameters.test_paged_weights import (  # noqa: F401  # the policy is that of ``opened``
     _averaged,
     _exchanged,
     _loaded,
@@ -27,21 +21,11 @@ from tests.parameters.test_paged_weights import (
     _unfrozen,
     policy,
 )
-from tests.support.offloaders import offloaders
 from tests.support.pairs import pairwise
-from tests.support.weight_loops import Between, Net, batches, built, equal_weights, frozen, in_a_fork, same, train
-
-Make = Callable[..., Offloader]
+from tests.support.weight_loops import Net, batches, built, equal_weights, frozen, in_a_fork, same, train
 
 
-@pytest.fixture
-def opened(spill_dir: Path) -> Iterator[Make]:
-    with offloaders(spill_dir, policy) as make:
-        yield make
-
-
-def saved(folder: Path, *, num_shards: int = 1, dtype: torch.dtype = torch.float32) -> list[Path]:
-    """A model in files, each weight in one of them; the tied ones once."""
+def saved(folder, *, num_shards=1, dtype=torch.float32):
     state = {name: value for name, value in built().to(dtype).state_dict().items() if name != "head.weight"}
     names = list(state)
     paths = []
@@ -51,8 +35,7 @@ def saved(folder: Path, *, num_shards: int = 1, dtype: torch.dtype = torch.float
     return paths
 
 
-def loaded(paths: list[Path], load: Callable[[Path], Any] = load_file) -> nn.Module:
-    """The model whose weights show the files."""
+def loaded(paths, load=load_file):
     with torch.device("meta"):
         model = Net()
     state = {name: value for path in paths for name, value in load(path).items()}
@@ -62,21 +45,20 @@ def loaded(paths: list[Path], load: Callable[[Path], Any] = load_file) -> nn.Mod
     return frozen(model)
 
 
-def large_bytes(model: nn.Module) -> int:
+def large_bytes(model):
     return sum(p.nbytes for p in model.parameters() if not p.requires_grad and p.nbytes >= 16 << 10)
 
 
-def offloaded(offloader: Offloader) -> Callable[..., torch.optim.Optimizer]:
+def offloaded(offloader):
     return lambda parameters, lr: offloader.offload_optimizer(torch.optim.AdamW(parameters, lr=lr))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def written_bytes(offloader: Offloader) -> int:
+def written_bytes(offloader):
     files = offloader._parts.parameters.files
-    assert files is not None
     return files.written_bytes
 
 
@@ -84,9 +66,7 @@ def written_bytes(offloader: Offloader) -> int:
 
 
 @pairwise("num_shards, dtype, activations", [1, 3], [torch.float32, torch.bfloat16], ["keep", "recompute_offload"])
-def test_training_has_the_bits_of_plain_pytorch_and_writes_no_weight(
-    num_shards: int, dtype: torch.dtype, activations: str, opened: Make, folder: Path
-) -> None:
+def test_training_has_the_bits_of_plain_pytorch_and_writes_no_weight(num_shards, dtype, activations, opened, folder):
     paths = saved(folder, num_shards=num_shards, dtype=dtype)
     before = contents(folder)
     plain, model = loaded(paths), loaded(paths)
@@ -102,7 +82,7 @@ def test_training_has_the_bits_of_plain_pytorch_and_writes_no_weight(
     assert contents(folder) == before
 
 
-def test_weights_of_a_mapped_checkpoint(opened: Make, spill_dir: Path) -> None:
+def test_weights_of_a_mapped_checkpoint(opened, spill_dir):
     path = spill_dir / "checkpoint.pt"
     torch.save(built().state_dict(), path)
     load = lambda path: torch.load(path, mmap=True)  # noqa: E731
@@ -113,15 +93,14 @@ def test_weights_of_a_mapped_checkpoint(opened: Make, spill_dir: Path) -> None:
     assert written_bytes(offloader) == 0
 
 
-def resident_bytes(tensor: torch.Tensor) -> int:
-    """Pages that the process has of it."""
+def resident_bytes(tensor):
     with open("/proc/self/pagemap", "rb", buffering=0) as table:
         first, stop = tensor.data_ptr() // 4096, -(-(tensor.data_ptr() + tensor.nbytes) // 4096)
         entries = os.pread(table.fileno(), 8 * (stop - first), 8 * first)
     return 4096 * sum(flags >> 7 for flags in entries[7::8])
 
 
-def test_pages_leave_after_a_use_and_those_of_the_first_mapping_at_once(opened: Make, folder: Path) -> None:
+def test_pages_leave_after_a_use_and_those_of_the_first_mapping_at_once(opened, folder):
     model = loaded(saved(folder))
     weights = [block.up.weight for block in model.blocks]
     model(next(batches(1)))
@@ -136,7 +115,7 @@ def test_pages_leave_after_a_use_and_those_of_the_first_mapping_at_once(opened: 
     assert resident_bytes(weights[0]) > 0
 
 
-def test_what_was_edited_before_goes_to_a_file_of_ours(opened: Make, folder: Path) -> None:
+def test_what_was_edited_before_goes_to_a_file_of_ours(opened, folder):
     paths = saved(folder)
     plain, model = loaded(paths), loaded(paths)
     before = contents(folder)
@@ -157,9 +136,7 @@ def test_what_was_edited_before_goes_to_a_file_of_ours(opened: Make, folder: Pat
         (_past_autograd, "full"),
     ],
 )
-def test_edits_between_steps_are_not_lost_not_in_the_file_and_no_corruption(
-    edit: Between, verify: str, opened: Make, folder: Path
-) -> None:
+def test_edits_between_steps_are_not_lost_not_in_the_file_and_no_corruption(edit, verify, opened, folder):
     paths = saved(folder)
     before = contents(folder)
     plain, model = loaded(paths), loaded(paths)
@@ -172,7 +149,7 @@ def test_edits_between_steps_are_not_lost_not_in_the_file_and_no_corruption(
     assert contents(folder) == before
 
 
-def test_an_edit_while_pages_leave_ends_training(opened: Make, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edit_while_pages_leave_ends_training(opened, folder, monkeypatch):
     """By another thread, in the moment after they were looked at."""
     model = loaded(saved(folder))
     offloader = opened(model)
@@ -185,15 +162,13 @@ def test_an_edit_while_pages_leave_ends_training(opened: Make, folder: Path, mon
         offloader.close()
 
 
-def test_pages_stay_while_the_system_does_not_tell_of_them(
-    opened: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_stay_while_the_system_does_not_tell_of_them(opened, folder, monkeypatch):
     """Out of file descriptors, say. Training goes on, and they leave once it tells again."""
     paths = saved(folder)
     plain, model = loaded(paths), loaded(paths)
     offloader = opened(model)
 
-    def fails(address: int, nbytes: int) -> bool:
+    def fails(address, nbytes):
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patched:
@@ -206,7 +181,7 @@ def test_pages_stay_while_the_system_does_not_tell_of_them(
     assert resident_bytes(model.blocks[0].up.weight) == 0
 
 
-def test_a_second_opening_finds_the_file_again(opened: Make, folder: Path) -> None:
+def test_a_second_opening_finds_the_file_again(opened, folder):
     paths = saved(folder)
     plain, model = loaded(paths), loaded(paths)
     expected = train(plain) + train(plain)
@@ -219,7 +194,7 @@ def test_a_second_opening_finds_the_file_again(opened: Make, folder: Path) -> No
     assert written_bytes(again) == 0
 
 
-def test_what_is_unfrozen_leaves_the_file_when_it_is_registered_again(opened: Make, folder: Path) -> None:
+def test_what_is_unfrozen_leaves_the_file_when_it_is_registered_again(opened, folder):
     paths = saved(folder)
     before = contents(folder)
     plain, model = loaded(paths), loaded(paths)
@@ -233,7 +208,7 @@ def test_what_is_unfrozen_leaves_the_file_when_it_is_registered_again(opened: Ma
     assert contents(folder) == before
 
 
-def test_a_whole_model_that_is_trained_is_copied(opened: Make, folder: Path) -> None:
+def test_a_whole_model_that_is_trained_is_copied(opened, folder):
     paths = saved(folder)
     before = contents(folder)
     plain, model = loaded(paths).requires_grad_(True), loaded(paths).requires_grad_(True)
@@ -244,7 +219,7 @@ def test_a_whole_model_that_is_trained_is_copied(opened: Make, folder: Path) -> 
     assert contents(folder) == before
 
 
-def unaligned(path: Path) -> nn.Sequential:
+def unaligned(path):
     """A model over a file in which no weight begins where vector units like it to."""
     torch.manual_seed(1)
     made = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
@@ -257,19 +232,19 @@ def unaligned(path: Path) -> nn.Sequential:
     raise AssertionError("all are aligned")
 
 
-def _trained(model: nn.Module, offloader: Offloader | None) -> None:
+def _trained(model, offloader):
     if offloader is not None:
         offloader.register_module(model)
 
 
-def _edited(model: nn.Module, offloader: Offloader | None) -> None:
+def _edited(model, offloader):
     model.requires_grad_(False)
     for parameter in model.parameters():
         parameter[:1] *= 0.5
     _trained(model, offloader)
 
 
-def _come_back(model: nn.Module, offloader: Offloader | None) -> None:
+def _come_back(model, offloader):
     """To memory, since they are trained after they have waited in the file."""
     model.requires_grad_(False)
     _trained(model, offloader)
@@ -280,12 +255,10 @@ def _come_back(model: nn.Module, offloader: Offloader | None) -> None:
 @pytest.mark.filterwarnings("ignore:OffloadPolicy.parameters='offload' moves nothing")
 @pytest.mark.parametrize("optimizer_states", ["keep", "offload"])
 @pytest.mark.parametrize("prepare", [_trained, _edited, _come_back])
-def test_what_has_to_leave_the_file_is_aligned_as_it_was_there(
-    prepare: Callable[..., None], optimizer_states: str, opened: Make, folder: Path
-) -> None:
+def test_what_has_to_leave_the_file_is_aligned_as_it_was_there(prepare, optimizer_states, opened, folder):
     """Kernels of MKL compute other bits with memory that is aligned otherwise."""
 
-    def result(offloader: Offloader | None) -> list[torch.Tensor]:
+    def result(offloader):
         model = unaligned(folder / "model.safetensors")
         places = [parameter.data_ptr() % 64 for parameter in model.parameters()]
         prepare(model, offloader)
@@ -310,14 +283,14 @@ def test_what_has_to_leave_the_file_is_aligned_as_it_was_there(
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_fork_has_its_own(opened: Make, folder: Path) -> None:
+def test_a_fork_has_its_own(opened, folder):
     model = loaded(saved(folder))
     offloader = opened(model)
     train(model, offloader, steps=1)
     large = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     expected = [parameter.detach().clone() for parameter in large]
 
-    def change() -> None:
+    def change():
         assert same(large, expected)
         with torch.no_grad():
             for parameter in large:
@@ -330,16 +303,16 @@ def test_a_fork_has_its_own(opened: Make, folder: Path) -> None:
 # -- who else holds the memory ---------------------------------------------------------------------------------------
 
 
-def tensors_of(handle: Any) -> dict[str, torch.Tensor]:
+def tensors_of(handle):
     return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  # it is no dict
 
 
-def stays(opened: Make, model: nn.Module, reason: str) -> Offloader:
+def stays(opened, model, reason):
     with pytest.warns(UserWarning, match=rf"weights stay in memory.*{reason}"):
         return opened(model)
 
 
-def test_an_open_handle_keeps_weights_in_memory(opened: Make, folder: Path) -> None:
+def test_an_open_handle_keeps_weights_in_memory(opened, folder):
     """Whoever has it can get another tensor over the same memory."""
     (path,) = saved(folder)
     handle = safe_open(path, "pt")
@@ -357,7 +330,7 @@ def test_an_open_handle_keeps_weights_in_memory(opened: Make, folder: Path) -> N
     assert written_bytes(offloader) == 0
 
 
-def test_two_weights_over_the_same_bytes_stay(opened: Make, folder: Path) -> None:
+def test_two_weights_over_the_same_bytes_stay(opened, folder):
     (path,) = saved(folder)
     with safe_open(path, "pt") as handle:
         state = tensors_of(handle)
@@ -374,11 +347,11 @@ def test_two_weights_over_the_same_bytes_stay(opened: Make, folder: Path) -> Non
     assert model.blocks[1].up.weight.eq(3.0).all()
 
 
-def test_a_state_dict_that_somebody_has_keeps_weights_in_memory(opened: Make, folder: Path) -> None:
+def test_a_state_dict_that_somebody_has_keeps_weights_in_memory(opened, folder):
     (path,) = saved(folder)
-    held: dict[str, torch.Tensor] = {}
+    held = {}
 
-    def load(path: Path) -> dict[str, torch.Tensor]:
+    def load(path):
         held.update(load_file(path))
         return held
 
@@ -391,16 +364,14 @@ def test_a_state_dict_that_somebody_has_keeps_weights_in_memory(opened: Make, fo
 
 
 @pytest.mark.parametrize("lost", ["the file", "the page table"])
-def test_what_cannot_be_proved_is_copied(
-    lost: str, opened: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_proved_is_copied(lost, opened, folder, monkeypatch):
     paths = saved(folder)
     plain, model = loaded(paths), loaded(paths)
     if lost == "the file":
         paths[0].unlink()
     else:
 
-        def refuse(address: int, nbytes: int) -> bool:
+        def refuse(address, nbytes):
             raise OSError(1, "Operation not permitted")
 
         monkeypatch.setattr(source_files, "has_copies", refuse)
@@ -409,7 +380,7 @@ def test_what_cannot_be_proved_is_copied(
     assert same(train(model, offloader), train(plain))
 
 
-def test_memory_that_stays_is_left_as_it_is_where_there_is_room(opened: Make, folder: Path) -> None:
+def test_memory_that_stays_is_left_as_it_is_where_there_is_room(opened, folder):
     paths = saved(folder)
     plain, model = loaded(paths), loaded(paths)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]

@@ -1,25 +1,18 @@
 """Frozen weights on a drive from the building of a model to the end: forks, closing, and drives that fail."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import Offloader
 from lightning_ssd.errors import OffloaderClosedError, OutOfSpaceError, StorageError
 from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.spill_file import Arena
-from tests.parameters.test_paged_weights import policy
-from tests.support.offloaders import offloaders
+from tests.parameters.test_paged_weights import policy  # noqa: F401  # that of ``opened``
 from tests.support.weight_loops import (
     NUM_BLOCKS,
     VOCABULARY,
@@ -34,19 +27,10 @@ from tests.support.weight_loops import (
     train,
 )
 
-
-@pytest.fixture
-def opened(spill_dir: Path) -> Iterator[Callable[..., Offloader]]:
-    with offloaders(spill_dir, policy) as make:
-        yield make
-
-
 # -- a model that is never whole in memory ---------------------------------------------------------------------------
 
 
-def test_a_model_built_inside_has_the_same_weights_from_the_same_random_numbers(
-    opened: Callable[..., Offloader],
-) -> None:
+def test_a_model_built_inside_has_the_same_weights_from_the_same_random_numbers(opened):
     plain = built()
     state = torch.get_rng_state()
     offloader = opened()
@@ -67,7 +51,7 @@ def test_a_model_built_inside_has_the_same_weights_from_the_same_random_numbers(
     assert same(train(model, offloader), train(plain))
 
 
-def test_weights_that_turn_out_to_be_trained_come_back(opened: Callable[..., Offloader]) -> None:
+def test_weights_that_turn_out_to_be_trained_come_back(opened):
     offloader = opened()
     with offloader.streamed_init():
         model = built()
@@ -80,7 +64,7 @@ def test_weights_that_turn_out_to_be_trained_come_back(opened: Callable[..., Off
     assert same(train(model, offloader), train(plain))
 
 
-def test_without_offloaded_parameters_building_is_as_ever(opened: Callable[..., Offloader]) -> None:
+def test_without_offloaded_parameters_building_is_as_ever(opened):
     offloader = opened(parameters="keep")
     with offloader.streamed_init():
         model = built()
@@ -91,7 +75,7 @@ def test_without_offloaded_parameters_building_is_as_ever(opened: Callable[..., 
 # -- the end, and what goes wrong ------------------------------------------------------------------------------------
 
 
-def test_a_weight_that_is_gone_gives_its_place_back(opened: Callable[..., Offloader]) -> None:
+def test_a_weight_that_is_gone_gives_its_place_back(opened):
     model = built()
     offloader = opened(model)
     used = offloader.stats.weights_bytes
@@ -104,9 +88,7 @@ def test_a_weight_that_is_gone_gives_its_place_back(opened: Callable[..., Offloa
     assert offloader.stats.disk_bytes == size
 
 
-def test_after_closing_weights_are_there_and_a_second_opening_takes_them_over_again(
-    opened: Callable[..., Offloader], spill_dir: Path
-) -> None:
+def test_after_closing_weights_are_there_and_a_second_opening_takes_them_over_again(opened, spill_dir):
     plain, model = built(), built()
     expected = train(plain) + train(plain)
     offloader = opened(model)
@@ -121,14 +103,14 @@ def test_after_closing_weights_are_there_and_a_second_opening_takes_them_over_ag
     assert same(found + train(model, again), expected)
 
 
-def test_a_fork_is_refused_what_the_parent_may_change(opened: Callable[..., Offloader]) -> None:
+def test_a_fork_is_refused_what_the_parent_may_change(opened):
     """It would see later values. An error where a forward asks; the end of the fork where something else does."""
     model = built()
     offloader = opened(model)
     train(model, offloader, steps=2)
     expected = [weight.detach().clone() for weight in model.parameters()]
 
-    def forward() -> None:
+    def forward():
         with pytest.raises(OffloaderClosedError, match=r"wait on a drive for process \d+, and this is its fork"):
             model(next(batches(1)))
 
@@ -138,8 +120,7 @@ def test_a_fork_is_refused_what_the_parent_may_change(opened: Callable[..., Offl
     assert same(train(model, offloader), train(resumed(expected)))
 
 
-def resumed(weights: list[torch.Tensor]) -> nn.Module:
-    """A model that has these weights."""
+def resumed(weights):
     model = built()
     with torch.no_grad():
         for parameter, weight in zip(model.parameters(), weights, strict=True):
@@ -147,14 +128,14 @@ def resumed(weights: list[torch.Tensor]) -> nn.Module:
     return model
 
 
-def test_a_fork_after_closing_has_weights_of_its_own(opened: Callable[..., Offloader]) -> None:
+def test_a_fork_after_closing_has_weights_of_its_own(opened):
     plain, model = built(), built()
     offloader = opened(model)
     expected = train(plain)
     assert same(train(model, offloader), expected)
     offloader.close()
 
-    def change() -> None:
+    def change():
         assert equal_weights(model, plain)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -164,9 +145,7 @@ def test_a_fork_after_closing_has_weights_of_its_own(opened: Callable[..., Offlo
     assert equal_weights(model, plain)
 
 
-def test_a_drive_without_room_is_an_error_before_anything_moves(
-    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drive_without_room_is_an_error_before_anything_moves(opened, monkeypatch):
     model = built()
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     offloader = opened()
@@ -177,18 +156,16 @@ def test_a_drive_without_room_is_an_error_before_anything_moves(
 
 
 class FailsAtThird(WrappedBackend):
-    """The third write is refused."""
-
     num_writes = 0
 
-    def write(self, *args: Any) -> None:
+    def write(self, *args):
         self.num_writes += 1
         if self.num_writes == 3:
             raise StorageError(5, "refused")
         super().write(*args)
 
 
-def test_a_write_that_fails_leaves_every_weight_good(opened: Callable[..., Offloader]) -> None:
+def test_a_write_that_fails_leaves_every_weight_good(opened):
     plain, model = built(), built()
     offloader = opened(_wrap_backend=FailsAtThird)
     with pytest.raises(StorageError, match="refused"):
@@ -198,14 +175,12 @@ def test_a_write_that_fails_leaves_every_weight_good(opened: Callable[..., Offlo
     assert same(train(model, offloader), train(plain))
 
 
-def test_a_read_that_fails_is_an_error_that_names_the_weight(
-    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_fails_is_an_error_that_names_the_weight(opened, monkeypatch):
     model = built()
     offloader = opened(model)
     train(model, offloader, steps=2)
 
-    def refuse(self: Any, start: int, nbytes: int) -> None:
+    def refuse(self, start, nbytes):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patched:
@@ -216,13 +191,11 @@ def test_a_read_that_fails_is_an_error_that_names_the_weight(
         assert model(next(batches(1))).isfinite().all()
 
 
-def test_edits_that_the_drive_has_lost_are_told_at_close(
-    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edits_that_the_drive_has_lost_are_told_at_close(opened, monkeypatch):
     model = built()
     offloader = opened(model)
 
-    def refuse(fd: int) -> None:
+    def refuse(fd):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patched:
@@ -232,9 +205,7 @@ def test_edits_that_the_drive_has_lost_are_told_at_close(
     assert equal_weights(model, built())
 
 
-def test_an_interrupt_ends_the_wait_for_the_drive(
-    opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_the_wait_for_the_drive(opened, monkeypatch):
     """And what has been taken over by then waits, and is right."""
     go_on = threading.Event()
     plain, model = built(), built()

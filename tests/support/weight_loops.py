@@ -7,6 +7,8 @@ import resource
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +70,53 @@ def batches(num: int) -> Iterator[torch.Tensor]:
         yield torch.randint(0, VOCABULARY, (3, 20), generator=generator)
 
 
+class Plain:
+    """Stand in for an offloader in plain training."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def saved_tensors(self, **_: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def offload_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
+
+    def register_module(self, module: nn.Module) -> None: ...
+
+    def expect_no_optimizer(self) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+    def send_out_weights(self) -> None: ...
+
+
+PLAIN: Any = Plain()
+
+
+def passed(offloader: Offloader | None, forward: Callable[[], torch.Tensor], **options: Any) -> torch.Tensor:
+    """Run forward and backward of a step; return the loss."""
+    offloader = offloader or PLAIN
+    with offloader.saved_tensors():
+        loss = forward()
+    loss.backward(**options)
+    offloader.end_backward()
+    return loss
+
+
+def taken_over(offloader: Offloader | None, module: Any) -> Any:
+    """Register a module that no optimizer of ours updates; return it."""
+    offloader = offloader or PLAIN
+    offloader.expect_no_optimizer()
+    offloader.register_module(module)
+    return module
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    """Copy the gradients that there are."""
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
 Between = Callable[[nn.Module, int], object]
 
 
@@ -83,14 +132,7 @@ def train(
     update = optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     found = []
     for step, ids in enumerate(batches(steps)):
-        if offloader is None:
-            loss = model(ids).logsumexp(-1).mean()
-            loss.backward()
-        else:
-            with offloader.saved_tensors():
-                loss = model(ids).logsumexp(-1).mean()
-            loss.backward()
-            offloader.end_backward()
+        loss = passed(offloader, lambda ids=ids: model(ids).logsumexp(-1).mean())
         found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         update.step()
         update.zero_grad()
@@ -152,30 +194,24 @@ class Loop:
         self.offloader = offloader
         self._before, self._after = before_step, after_step
         self.__dict__.update(options)
-        if offloader is not None:
-            offloader.register_module(self.model)
-        self.optimizer = make(self.model.parameters(), lr=1e-2)
-        if offloader is not None:
-            self.optimizer = offloader.offload_optimizer(self.optimizer)
+        (offloader or PLAIN).register_module(self.model)
+        self.optimizer = (offloader or PLAIN).offload_optimizer(make(self.model.parameters(), lr=1e-2))
         self.found: list[torch.Tensor] = []
 
     def _loss(self, ids: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
             return self.model(ids).float().logsumexp(-1).mean()
 
+    def backward(self, *, step: int = 0) -> Loop:
+        """Run forward and backward of one step, and no update."""
+        passed(self.offloader, lambda: self._loss(list(batches(step + 1))[step]))
+        return self
+
     def run(self, steps: int = 4) -> Loop:
         for step in range(steps):
             for ids in list(batches(steps * self.accumulate))[step * self.accumulate :][: self.accumulate]:
-                if self.offloader is None:
-                    loss = self._loss(ids)
-                    loss.backward()
-                else:
-                    with self.offloader.saved_tensors():
-                        loss = self._loss(ids)
-                    loss.backward()
-                    self.offloader.end_backward()
-                self.found.append(loss.detach())
-                del loss  # PyTorch lets weights that a graph has be swapped, and spoils what the next graph shares
+                # No loss lives on: PyTorch lets weights of its graph be swapped, and spoils what the next one shares.
+                self.found.append(passed(self.offloader, partial(self._loss, ids)).detach())
             self._before(self.model, self.optimizer, step)
             self.found += [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
             self.optimizer.step()

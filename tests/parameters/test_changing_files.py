@@ -1,33 +1,36 @@
 """A gradient that goes to its file takes the place of the last one: the same bytes, and nothing is read for it."""
 
-from __future__ import annotations
-
+import _thread
 import errno
 import gc
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_ssd.common.tensors import Piece
+from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.file_mapping import FileView
+from lightning_ssd.memory.host_room import HostRoom
+from lightning_ssd.parameters.files import mapped_storage
 from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
+from lightning_ssd.parameters.files.update_pages import UpdatePages
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.posix import PosixBackend
 from tests.support.patience import PATIENCE_S
 from tests.support.process_memory import read_bytes
+from tests.support.weight_loops import in_a_fork
 
 SIDE = 1024
 
 
 @pytest.fixture
-def files(spill_dir: Path) -> Iterator[WeightFiles]:
+def files(spill_dir):
     backend = PosixBackend([spill_dir])
     opened = WeightFiles(backend, [spill_dir])
     yield opened
@@ -36,13 +39,13 @@ def files(spill_dir: Path) -> Iterator[WeightFiles]:
 
 
 @pytest.fixture
-def gradients(files: WeightFiles) -> Iterator[PagedGradients]:
+def gradients(files):
     waiting = PagedGradients(files, min_nbytes=1)
     yield waiting
     waiting.close()
 
 
-def evict(files: WeightFiles) -> None:
+def evict(files):
     """Write what was changed, and let the page cache forget it."""
     files.sync()
     for arena in files._arenas:
@@ -50,8 +53,7 @@ def evict(files: WeightFiles) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def accumulated(gradients: PagedGradients, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """As if autograd had just made it."""
+def accumulated(gradients, parameter, gradient):
     parameter.grad = gradient
     del gradient
     gradients._exchange(parameter)
@@ -59,7 +61,7 @@ def accumulated(gradients: PagedGradients, parameter: nn.Parameter, gradient: to
     return parameter.grad
 
 
-def test_the_last_gradient_is_not_read(files: WeightFiles, gradients: PagedGradients) -> None:
+def test_the_last_gradient_is_not_read(files, gradients):
     parameter = nn.Parameter(torch.zeros(SIDE, SIDE))
     accumulated(gradients, parameter, torch.randn(SIDE, SIDE))
     parameter.grad = None
@@ -74,11 +76,11 @@ def test_the_last_gradient_is_not_read(files: WeightFiles, gradients: PagedGradi
     assert read_bytes() - before >= expected.nbytes, "this file system does not tell what is read"
 
 
-def overlapping(offset: int) -> torch.Tensor:
+def overlapping(offset):
     return torch.randn(16).as_strided((4, 4), (0, 1), offset)
 
 
-LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+LAYOUTS = {
     "contiguous": lambda: torch.randn(30, 50),
     "less than a page": lambda: torch.randn(3),
     "a page and a bit": lambda: torch.randn(1027),
@@ -95,7 +97,7 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bits_of_every_layout(layout: str, files: WeightFiles, gradients: PagedGradients) -> None:
+def test_bits_of_every_layout(layout, files, gradients):
     parameter = nn.Parameter(torch.zeros_like(LAYOUTS[layout]()))
     for _ in range(2):  # the second one goes where the first one was, which the page cache does not have
         gradient = LAYOUTS[layout]()
@@ -110,7 +112,7 @@ def test_bits_of_every_layout(layout: str, files: WeightFiles, gradients: PagedG
         evict(files)
 
 
-def test_without_proc_a_gradient_stays_in_memory(gradients: PagedGradients, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_a_gradient_stays_in_memory(gradients, monkeypatch):
     def refuse(path: str, mode: str) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
@@ -122,7 +124,7 @@ def test_without_proc_a_gradient_stays_in_memory(gradients: PagedGradients, monk
     assert not is_mapped(found.untyped_storage())
 
 
-def test_a_gradient_that_covers_itself_fails_as_copying_it_does(gradients: PagedGradients) -> None:
+def test_a_gradient_that_covers_itself_fails_as_copying_it_does(gradients):
     parameter = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(RuntimeError, match="single memory location"):
         accumulated(gradients, parameter, overlapping(4))
@@ -135,28 +137,18 @@ class Refusing:
         ending: what it raises.
     """
 
-    def __init__(self, ending: BaseException) -> None:
+    def __init__(self, ending):
         self._ending, self._real, self._num = ending, os.pwrite, 0
 
-    def __call__(self, fd: int, data: memoryview, offset: int) -> int:
+    def __call__(self, fd, data, offset):
         self._num += 1
         if self._num > 1:
             raise self._ending
         return self._real(fd, data[: len(data) // 2], offset)
 
 
-def test_pieces_make_a_whole(gradients: PagedGradients, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:1000], offset))
-    expected = torch.randn(64, 64)
-    found = accumulated(gradients, nn.Parameter(torch.zeros(64, 64)), expected.clone())
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("ending", [OSError(errno.EIO, "broken"), KeyboardInterrupt()], ids=["refused", "interrupted"])
-def test_a_write_that_ends_in_the_middle_leaves_the_gradient_in_memory(
-    ending: BaseException, files: WeightFiles, gradients: PagedGradients, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_ends_in_the_middle_leaves_the_gradient_in_memory(ending, files, gradients, monkeypatch):
     parameter, expected = nn.Parameter(torch.zeros(SIDE, SIDE)), torch.randn(SIDE, SIDE)
     accumulated(gradients, parameter, torch.zeros(SIDE, SIDE))
     parameter.grad = None
@@ -183,21 +175,19 @@ def test_a_write_that_ends_in_the_middle_leaves_the_gradient_in_memory(
 
 
 @pytest.mark.parametrize("sends_out", [FiledStorage.send_out, lambda mapped: mapped.send_out_part(0, mapped.nbytes)])
-def test_what_is_written_after_closing_is_not_sent_out_by_another_thread(
-    sends_out: Callable[[FiledStorage], None], files: WeightFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_after_closing_is_not_sent_out_by_another_thread(sends_out, files, monkeypatch):
     """One thread ends a backward, and another one closes meanwhile."""
     mapped = files.write(torch.zeros(SIDE).untyped_storage(), changes=True)
-    shown = torch.empty(0).set_(mapped.show())  # type: ignore[call-overload]
+    shown = torch.empty(0).set_(mapped.show())
     is_leaving, may_leave, is_written = threading.Event(), threading.Event(), threading.Event()
     send_out = FileView.send_out
 
-    def leave(view: FileView, start: int, nbytes: int) -> None:
+    def leave(view, start, nbytes):
         is_leaving.set()
         assert may_leave.wait(PATIENCE_S)
         send_out(view, start, nbytes)
 
-    def close() -> None:
+    def close():
         mapped.make_private()
         shown.add_(1)
         is_written.set()
@@ -212,3 +202,117 @@ def test_what_is_written_after_closing_is_not_sent_out_by_another_thread(
     for thread in threads:
         thread.join()
     assert shown.eq(1).all()
+
+
+NUMEL = 1 << 20
+NBYTES = 4 * NUMEL
+
+
+@pytest.fixture
+def pages(files):
+    opened = UpdatePages(files, HostRoom())
+    yield opened
+    opened.close()
+
+
+held = []
+"""As an offloader does."""
+
+
+def in_file(files, values):
+    held.append(files.write(values.untyped_storage(), changes=True))
+    return torch.empty(0).set_(held[-1].show(), 0, values.shape, values.stride())
+
+
+@pytest.fixture
+def parameters(files):
+    made = [nn.Parameter(in_file(files, torch.randn(NUMEL))) for _ in range(3)]
+    for parameter in made:
+        parameter.grad = in_file(files, torch.randn(NUMEL))
+    evict(files)
+    yield made
+    held.clear()
+
+
+def whole(parameter):
+    return [Piece(parameter, 0, parameter.numel())]
+
+
+def update(parameter):
+    assert parameter.grad is not None
+    with torch.no_grad():
+        parameter.sub_(parameter.grad)
+
+
+@pytest.mark.parametrize("when", ["now", "ahead"])
+def test_what_cannot_be_read_is_an_error_not_a_signal(when, parameters, files, pages):
+    with files._changing.arenas[0].use() as fd:
+        size = os.fstat(fd).st_size
+        os.ftruncate(fd, 0)
+        try:
+            if when == "ahead":
+                with pages.updating([], whole(parameters[0])):
+                    pass
+            with (
+                pytest.raises(StorageError, match=r"could not be read from its drive.*Go on from a checkpoint"),
+                pages.updating(whole(parameters[0]), []),
+            ):
+                raise AssertionError("nothing may be touched")
+        finally:
+            os.ftruncate(fd, size)
+
+
+def test_a_fork_is_left_alone(parameters, pages):
+    def enter():
+        with pages.updating(whole(parameters[0]), whole(parameters[1])):
+            pass
+        pages.close()
+
+    assert in_a_fork(enter) == 0
+
+
+class Room(HostRoom):
+    def __init__(self, *, is_enough):
+        super().__init__()
+        self._is = is_enough
+        self.asked = []
+
+    def is_enough(self, waiting_bytes):
+        self.asked.append(waiting_bytes())
+        return self._is
+
+
+@pytest.mark.parametrize("is_enough", [False, True])
+def test_what_was_updated_is_written_at_once_where_memory_is_short(parameters, files, monkeypatch, is_enough):
+    """And nothing else: neither its gradient nor the rest of the weight."""
+    begun = []
+    monkeypatch.setattr(mapped_storage, "_begin_writing", lambda fd, offset, nbytes: begun.append((offset, nbytes)))
+    room = Room(is_enough=is_enough)
+    pages = UpdatePages(files, room)
+    piece = Piece(parameters[1], NUMEL // 4, NUMEL // 2)
+    memory = mapped_storage.filed_storage(parameters[1])
+    assert memory._extent.offset > 0
+    with pages.updating([piece], []):
+        assert not begun
+    assert begun == ([] if is_enough else [(memory._extent.offset + NBYTES // 4, NBYTES // 4)])
+    assert room.asked == [files.used_bytes]
+    memory.make_private()
+    with pages.updating([piece], []):
+        pass
+    assert len(begun) == (not is_enough), "what is no file any more is not written"
+    pages.close()
+
+
+def test_without_threads_they_come_when_it_is_their_turn(parameters, files, monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("can't start new thread")
+
+    expected = [(p.detach() - p.grad).clone() for p in parameters if p.grad is not None]
+    with monkeypatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", refuse)
+        pages = UpdatePages(files, HostRoom())
+    for now, following in zip(parameters, [*parameters[1:], parameters[0]], strict=True):
+        with pages.updating(whole(now), whole(following)):
+            update(now)
+    pages.close()
+    assert all(map(torch.equal, parameters, expected))
