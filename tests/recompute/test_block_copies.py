@@ -1,7 +1,5 @@
 """Copies of models whose blocks are stood in for: nothing of ours travels along."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -11,9 +9,6 @@ import pickle
 import threading
 import types
 import weakref
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,13 +20,13 @@ from lightning_ssd.recompute.blocks import Blocks
 from tests.support.watched_blocks import LAYER, Half, Watch, nothing_of_ours
 
 
-def by_pickle(model: nn.Module) -> nn.Module:
+def by_pickle(model):
     copied = pickle.loads(pickle.dumps(model))
     assert isinstance(copied, nn.Module)
     return copied
 
 
-def by_torch(model: nn.Module) -> nn.Module:
+def by_torch(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -41,7 +36,7 @@ def by_torch(model: nn.Module) -> nn.Module:
 
 
 # Classes that a pickle finds again are those of an imported module.
-def transformer() -> nn.Module:
+def transformer():
     torch.manual_seed(2)
     return nn.TransformerEncoder(LAYER(dropout=0.0), 2, enable_nested_tensor=False)
 
@@ -50,7 +45,7 @@ COPIES = pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_torc
 
 
 @COPIES
-def test_a_copy_runs_with_its_own_weights(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_copy_runs_with_its_own_weights(duplicate):
     model = transformer()
     x = torch.ones(2, 3, 8)
     with Blocks(find_blocks(model)) as blocks:
@@ -84,7 +79,7 @@ def test_a_copy_runs_with_its_own_weights(duplicate: Callable[[nn.Module], nn.Mo
 
 
 @COPIES
-def test_a_copy_is_freed_without_the_garbage_collector(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_copy_is_freed_without_the_garbage_collector(duplicate):
     model = transformer()
     with Blocks(find_blocks(model)) as blocks, blocks.observe(Watch(recompute=True)):
         gc.collect()
@@ -103,15 +98,15 @@ def test_a_copy_is_freed_without_the_garbage_collector(duplicate: Callable[[nn.M
 class Absent(Half):
     """What is not for copies is left out by a class itself, as DistributedDataParallel does and LightningModule."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.handle = threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self):
         return {**self.__dict__, "handle": None}
 
 
-def test_a_class_that_says_what_its_copies_are_is_asked() -> None:
+def test_a_class_that_says_what_its_copies_are_is_asked():
     block = Absent()
     before = set(vars(block))
     x = torch.ones(2, 6)
@@ -125,10 +120,10 @@ def test_a_class_that_says_what_its_copies_are_is_asked() -> None:
     assert set(vars(block)) == before
 
 
-def test_an_instance_that_says_what_its_copies_are_is_asked_and_keeps_it() -> None:
+def test_an_instance_that_says_what_its_copies_are_is_asked_and_keeps_it():
     block = Half()
 
-    def without_bias() -> dict[str, Any]:
+    def without_bias():
         return {**vars(block), "linear": None, "__getstate__": None}
 
     vars(block)["__getstate__"] = without_bias
@@ -140,13 +135,13 @@ def test_an_instance_that_says_what_its_copies_are_is_asked_and_keeps_it() -> No
 class ByItself(Half):
     """A class that copies its ``__dict__`` by itself, as parametrized modules do."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ByItself:
+    def __deepcopy__(self, memo):
         memo[id(self)] = copied = self.__new__(type(self))
         vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
 
-def test_a_class_that_copies_by_itself_gets_copies_that_run_without_us() -> None:
+def test_a_class_that_copies_by_itself_gets_copies_that_run_without_us():
     block = ByItself()
     x = torch.ones(2, 6)
     with Blocks({"block": block}) as blocks:
@@ -162,7 +157,7 @@ def test_a_class_that_copies_by_itself_gets_copies_that_run_without_us() -> None
         assert {id(copied.forward.__self__), id(third.forward.__self__)} == {id(copied), id(third)}
 
 
-def test_a_copy_of_one_block_or_of_its_forward() -> None:
+def test_a_copy_of_one_block_or_of_its_forward():
     model = transformer()
     x = torch.ones(2, 3, 8)
     block = model.get_submodule("layers.0")
@@ -174,13 +169,13 @@ def test_a_copy_of_one_block_or_of_its_forward() -> None:
             assert torch.equal(forward(x), block(x))
 
 
-def test_a_copy_keeps_a_forward_that_was_set_before_us() -> None:
+def test_a_copy_keeps_a_forward_that_was_set_before_us():
     block = transformer().get_submodule("layers.0")
     with Blocks({"block": block}):
         shallow = copy.copy(block)
         assert "forward" not in vars(shallow)
         assert shallow.forward.__self__ is shallow
-    block.forward = torch.sin  # type: ignore[method-assign, assignment]
+    block.forward = torch.sin
     with Blocks({"block": block}), Blocks({"block": block}):
         for copied in (copy.copy(block), copy.deepcopy(block), by_pickle(block), by_torch(block)):
             assert vars(copied)["forward"] is torch.sin
@@ -189,25 +184,23 @@ def test_a_copy_keeps_a_forward_that_was_set_before_us() -> None:
     assert "__getstate__" not in vars(block)
 
 
-def _doubled(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _doubled(block, x):
     return 2 * block.own(x)
 
 
-def _wrapped_as_accelerate_does(block: Half) -> None:
+def _wrapped_as_accelerate_does(block):
     block.own = block.forward
-    block.forward = functools.update_wrapper(functools.partial(_doubled, block), block.own)  # type: ignore[method-assign]
+    block.forward = functools.update_wrapper(functools.partial(_doubled, block), block.own)
 
 
-def _called_instead(block: Half) -> None:
-    block.forward = block.linear.forward  # type: ignore[method-assign]
+def _called_instead(block):
+    block.forward = block.linear.forward
 
 
 @COPIES
 @pytest.mark.parametrize("keep", [_wrapped_as_accelerate_does, _called_instead])
-def test_what_somebody_keeps_of_ours_calls_the_copy(
-    keep: Callable[[Half], None], duplicate: Callable[[nn.Module], nn.Module]
-) -> None:
-    def results(blocks: Callable[[dict[str, nn.Module]], Any]) -> list[torch.Tensor]:
+def test_what_somebody_keeps_of_ours_calls_the_copy(keep, duplicate):
+    def results(blocks):
         torch.manual_seed(4)
         block, x = Half(), torch.ones(2, 6)
         with blocks({"block": block, "linear": block.linear}):
@@ -222,7 +215,7 @@ def test_what_somebody_keeps_of_ours_calls_the_copy(
     assert all(torch.equal(one, other) for one, other in zip(ours, plain, strict=True))
 
 
-def test_a_saved_model_names_nothing_of_ours(tmp_path: Path) -> None:
+def test_a_saved_model_names_nothing_of_ours(tmp_path):
     """It loads where we are not installed."""
     model = transformer()
     path = tmp_path / "model.pt"

@@ -1,13 +1,8 @@
 """Which modules are blocks, and what observers are told."""
 
-from __future__ import annotations
-
 import threading
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,16 +20,16 @@ from tests.support.watched_blocks import LAYER, Half, Watch, chain
 
 
 class AttributeSnapshot(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, make):
         super().__init__()
         self.one, self.two, self.head = make(), make(), nn.Linear(3, 3)
 
 
-def stages() -> nn.Module:
+def stages():
     """As torchvision's ResNet: stages of blocks, with one block in the last, and a head."""
 
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
             self.layer1 = nn.Sequential(models.Residual(8), models.Residual(8))
@@ -47,7 +42,7 @@ def stages() -> nn.Module:
 class Swin(nn.Module):
     """Stages that are more than a list: blocks and a little besides."""
 
-    def __init__(self, blocks: Callable[[list[nn.Module]], nn.Module]) -> None:
+    def __init__(self, blocks):
         super().__init__()
         self.blocks = blocks([Half(), Half()])
         self.downsample = nn.Linear(3, 3)
@@ -56,33 +51,33 @@ class Swin(nn.Module):
 class Experts(nn.Module):
     """A block with a list of its own, as in mixtures of experts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.Linear(6, 6)
         self.mixture = nn.ModuleDict({"router": nn.Linear(6, 2), "all": nn.ModuleList([Half(), Half(), Half()])})
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x
 
 
 class Inverted(nn.Module):
     """As in MobileNet: a sequence of unlike parts, of which two are alike."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Sequential(*[nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()) for _ in range(2)], nn.Conv2d(4, 4, 1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x
 
 
-def t5(layers: int) -> nn.Module:
+def t5(layers):
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=layers, num_heads=2)
     )
 
 
-FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+FOUND = {
     "gpt2": (lambda: models.gpt2(hidden=10), ["transformer.h.0", "transformer.h.1"]),
     "bert": (lambda: models.bert_training().make_model(), ["bert.encoder.layer.0", "bert.encoder.layer.1"]),
     "llama": (lambda: models.llama_training().make_model(), ["model.layers.0", "model.layers.1"]),
@@ -121,7 +116,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_repeated_blocks(name: str) -> None:
+def test_repeated_blocks(name):
     make, expected = FOUND[name]
     model = make()
     found = find_blocks(model)
@@ -129,7 +124,7 @@ def test_repeated_blocks(name: str) -> None:
     assert all(model.get_submodule(name) is block for name, block in found.items())
 
 
-def test_blocks_by_class_name() -> None:
+def test_blocks_by_class_name():
     model = t5(2)
     assert list(find_blocks(model, ["T5LayerFF"])) == [
         f"{side}.block.{i}.layer.{j}" for side, j in (("encoder", 1), ("decoder", 2)) for i in (0, 1)
@@ -146,21 +141,21 @@ def test_blocks_by_class_name() -> None:
 class LazyBlock(nn.Module):
     """Makes its parameters in the first forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lazy, self.norm = nn.LazyLinear(8), nn.LazyBatchNorm1d()
         self.last = nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.last(self.norm(self.lazy(x)).tanh()).sin()
 
 
 class LazyStage(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(LazyBlock() for _ in range(2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x
@@ -178,10 +173,10 @@ class LazyStage(nn.Module):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_lazy_modules(make: Callable[[], nn.Module], activations: str, consent: str, tmp_path: Path) -> None:
+def test_lazy_modules(make, activations, consent, tmp_path):
     """Their first call is kept, since it cannot be made again; from the second on they are blocks like others."""
 
-    def program(session: Session) -> Any:
+    def program(session):
         torch.manual_seed(1)
         net, seen = make(), []
         session.register(net)
@@ -207,7 +202,7 @@ def test_lazy_modules(make: Callable[[], nn.Module], activations: str, consent: 
         assert_identical(outcome(program, Session.of(offloader, setup)), expected)
 
 
-def test_compiled_blocks_are_left_out() -> None:
+def test_compiled_blocks_are_left_out():
     model = nn.Sequential(Half(), Half(), nn.Sequential(Half(), Half()))
     model[0].compile(backend="eager")
     model[2].compile(backend="eager")
@@ -223,14 +218,14 @@ def test_compiled_blocks_are_left_out() -> None:
     whole.compile(backend="eager")
     assert find_blocks(whole) == {}
     unwrapped_by_lightning = chain()
-    unwrapped_by_lightning._compiler_ctx = {"compiler": "dynamo"}  # type: ignore[assignment]
+    unwrapped_by_lightning._compiler_ctx = {"compiler": "dynamo"}
     assert find_blocks(unwrapped_by_lightning) == {}
 
 
 # -- what observers are told -----------------------------------------------------------------------------------------
 
 
-def test_told_in_order() -> None:
+def test_told_in_order():
     """Of what runs with gradients, by the innermost observer."""
     model, outer, inner = chain(), Watch(), Watch()
     x = torch.zeros(2, 6)
@@ -248,7 +243,7 @@ def test_told_in_order() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_told_of_the_end_after_an_error(recompute: bool) -> None:
+def test_told_of_the_end_after_an_error(recompute):
     model, watch = chain(), Watch(recompute=recompute)
     with Blocks(find_blocks(model)) as blocks, blocks.observe(watch):
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
@@ -257,9 +252,9 @@ def test_told_of_the_end_after_an_error(recompute: bool) -> None:
     assert watch.told == ["0", "left", "0", "left", "1", "left"]
 
 
-def test_an_observer_that_fails_leaves_no_trace() -> None:
+def test_an_observer_that_fails_leaves_no_trace():
     class Refusing(Watch):
-        def block_enters(self, name: str) -> bool:
+        def block_enters(self, name):
             super().block_enters(name)
             raise KeyError(name)
 
@@ -271,12 +266,12 @@ def test_an_observer_that_fails_leaves_no_trace() -> None:
     assert watch.told == ["0", "0"]
 
 
-def test_threads_do_not_meet() -> None:
+def test_threads_do_not_meet():
     model, mine, theirs = chain(1), Watch(), Watch()
     x = torch.zeros(2, 6)
     with Blocks({"only": model[0]}) as blocks:
 
-        def run(observer: Watch | None) -> None:
+        def run(observer):
             if observer is None:
                 model(x)
                 return
@@ -294,17 +289,17 @@ def test_threads_do_not_meet() -> None:
 class Caller(nn.Module):
     """A block that calls another one."""
 
-    def __init__(self, other: nn.Module) -> None:
+    def __init__(self, other):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(6, 6))
-        self.call: Callable[..., Any] = other.__call__  # no child of ours
+        self.call = other.__call__  # no child of ours
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.call(self.inner(x))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_block_called_by_a_block_is_its_own_business(recompute: bool) -> None:
+def test_a_block_called_by_a_block_is_its_own_business(recompute):
     other = Half()
     caller = Caller(other)
     watch = Watch(recompute=recompute)
@@ -316,7 +311,7 @@ def test_a_block_called_by_a_block_is_its_own_business(recompute: bool) -> None:
     assert watch.told == ["caller", "left", "other", "left"]
 
 
-def test_bytes_of_inputs() -> None:
+def test_bytes_of_inputs():
     block = Half()
     x = torch.zeros(10, 6)
     watch = Watch(wants_inputs=True)

@@ -1,11 +1,7 @@
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +18,7 @@ SHM = Path("/dev/shm")
 
 
 class TestFacts:
-    def test_agree_with_the_system(self, tmp_path: Path) -> None:
+    def test_agree_with_the_system(self, tmp_path):
         facts = inspect_directory(tmp_path)
         told = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True).stdout
         assert facts.file_system[:3] in {told[:3], "btr", "ove", "fus"}
@@ -30,7 +26,7 @@ class TestFacts:
         assert 0 < facts.free_bytes <= facts.total_bytes
         assert facts.total_bytes == os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
 
-    def test_of_a_file_system_mounted_in_between(self, small_disk: Callable[[int], Path]) -> None:
+    def test_of_a_file_system_mounted_in_between(self, small_disk):
         directory = small_disk(16)
         below = directory / "a" / "b"
         below.mkdir(parents=True)
@@ -42,12 +38,12 @@ class TestFacts:
         assert not facts.is_network
 
     @pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
-    def test_of_memory(self) -> None:
+    def test_of_memory(self):
         facts = inspect_directory(SHM)
         assert (facts.file_system, facts.is_memory, facts.is_rotational) == ("tmpfs", True, None)
 
-    def test_without_proc(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(self: Path, *args: Any, **kwargs: Any) -> str:
+    def test_without_proc(self, tmp_path, monkeypatch):
+        def refuse(self, *args, **kwargs):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(self))
 
         monkeypatch.setattr(Path, "read_text", refuse)
@@ -57,12 +53,12 @@ class TestFacts:
 
 
 class TestCheckDirectory:
-    def test_makes_what_is_missing(self, tmp_path: Path) -> None:
+    def test_makes_what_is_missing(self, tmp_path):
         facts = check_directory(tmp_path / "a" / "b", allow_unsuitable=True)
         assert (tmp_path / "a" / "b").is_dir()
         assert facts.path == tmp_path / "a" / "b"
 
-    def test_refuses_a_read_only_file_system(self, small_disk: Callable[[int], Path]) -> None:
+    def test_refuses_a_read_only_file_system(self, small_disk):
         directory = small_disk(16)
         subprocess.run(["mount", "-o", "remount,ro", directory], check=True)
         with pytest.raises(
@@ -72,13 +68,13 @@ class TestCheckDirectory:
         assert caught.value.errno == errno.EROFS
 
     @pytest.mark.skipif(not SHM.is_dir(), reason="needs /dev/shm")
-    def test_refuses_memory_unless_told(self) -> None:
+    def test_refuses_memory_unless_told(self):
         with pytest.raises(UnsuitablePathError, match="tmpfs, which is memory: nothing would be saved") as caught:
             check_directory(SHM)
         assert "allow_unsuitable_paths=True" in str(caught.value)
         assert check_directory(SHM, allow_unsuitable=True).is_memory
 
-    def test_refuses_the_network_unless_told(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_refuses_the_network_unless_told(self, tmp_path, monkeypatch):
         for kind in ("nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "ceph"):
             monkeypatch.setattr(filesystem, "_mount_of", lambda path, kind=kind: (kind, "server:/export"))
             with pytest.raises(UnsuitablePathError, match=f"lies on {kind}, a network file system"):
@@ -88,23 +84,23 @@ class TestCheckDirectory:
 
 class TestDirectAlignment:
     @pytest.fixture
-    def fd(self, tmp_path: Path) -> Any:
+    def fd(self, tmp_path):
         arena = Arena(tmp_path, block_bytes=4096, direct=False)
         yield arena.fd
         arena.close()
 
-    def test_from_the_queue_where_statx_does_not_know(self, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_from_the_queue_where_statx_does_not_know(self, fd, monkeypatch):
         limits = {"dma_alignment": 3, "logical_block_size": 4096}
         monkeypatch.setattr(filesystem, "_statx", None)
         monkeypatch.setattr(filesystem, "_read_queue", lambda device, name: limits[name])
         assert direct_alignment(fd) == DirectAlignment(4, 4096)
 
-    def test_a_page_where_nobody_knows(self, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_page_where_nobody_knows(self, fd, monkeypatch):
         monkeypatch.setattr(filesystem, "_statx", lambda *_: -1)
         monkeypatch.setattr(filesystem, "_read_queue", lambda device, name: None)
         assert direct_alignment(fd) == DirectAlignment(4096, 4096)
 
-    def test_a_partition_asks_its_parent(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_partition_asks_its_parent(self, tmp_path, monkeypatch):
         disk, nodes = tmp_path / "devices" / "nvme0n1", tmp_path / "nodes"
         (disk / "nvme0n1p2").mkdir(parents=True)
         (disk / "queue").mkdir()
@@ -118,12 +114,12 @@ class TestDirectAlignment:
 
 
 class TestMeasuring:
-    def test_read_back_notices_one_bit(self, tmp_path: Path) -> None:
+    def test_read_back_notices_one_bit(self, tmp_path):
         backend = FaultyBackend(PosixBackend([tmp_path]), corrupt_read=lambda index: index == 1)
         assert [read_back_ok(backend, tmp_path) for _ in range(3)] == [True, False, True]
         backend.close()
 
-    def test_failures_pass_through(self, tmp_path: Path) -> None:
+    def test_failures_pass_through(self, tmp_path):
         backend = FaultyBackend(PosixBackend([tmp_path]), fail_write=on_calls({0}, eio))
         with pytest.raises(OSError, match="injected"):
             measure_rates(backend, tmp_path, nbytes=1 << 20)
@@ -131,7 +127,7 @@ class TestMeasuring:
         assert os.listdir(tmp_path) == []
 
 
-def opened_in(*paths: str) -> None:
+def opened_in(*paths):
     hardware = HardwareProfile(paths=paths)
     with Offloader(policy=OffloadPolicy(activations="offload"), hardware=hardware):
         pass
@@ -141,7 +137,7 @@ class TestPathsThatCannotServe:
     """Each gets one of our errors, with the path, what failed, and what to write; the user's own line is never bare."""
 
     @pytest.mark.parametrize("path", ["/proc", "/proc/self/fdinfo", "/sys", "/sys/kernel", "/dev/pts"])
-    def test_file_systems_of_the_kernel(self, path: str) -> None:
+    def test_file_systems_of_the_kernel(self, path):
         if not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK) or is_memory(path):
             pytest.skip(f"{path} is another directory here")
         kind = inspect_directory(path).file_system
@@ -164,7 +160,7 @@ class TestPathsThatCannotServe:
             ("/proc/self/below", r"cannot be made \(No such file or directory\)"),
         ],
     )
-    def test_what_is_no_directory(self, path: str, reason: str, tmp_path: Path) -> None:
+    def test_what_is_no_directory(self, path, reason, tmp_path):
         (tmp_path / "file").touch()
         (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
         (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -172,12 +168,12 @@ class TestPathsThatCannotServe:
             opened_in(path.format(tmp_path))
         assert {entry.name for entry in tmp_path.iterdir()} == {"file", "dangling", "loop"}
 
-    def test_names_that_no_directory_has(self) -> None:
+    def test_names_that_no_directory_has(self):
         for path in ("", "a\0b"):
             with pytest.raises(ConfigError, match=r"HardwareProfile\.paths contains '"):
                 HardwareProfile(paths=[path])
 
-    def test_an_unknown_home_and_a_working_directory_that_has_gone(self, tmp_path: Path) -> None:
+    def test_an_unknown_home_and_a_working_directory_that_has_gone(self, tmp_path):
         with pytest.raises(ConfigError, match=r"\['~nobody-has-this-name/spill'\] lead nowhere.*begin with /"):
             opened_in("~nobody-has-this-name/spill")
         gone = tmp_path / "gone"
@@ -191,12 +187,12 @@ class TestPathsThatCannotServe:
         finally:
             os.chdir(before)
 
-    def test_relative_ones_and_those_of_the_home(self, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_relative_ones_and_those_of_the_home(self, spill_dir, monkeypatch):
         monkeypatch.chdir(spill_dir)
         monkeypatch.setenv("HOME", str(spill_dir))
         opened_in("relative", "~/home")
         assert {entry.name for entry in spill_dir.iterdir()} == {"relative", "home"}
 
 
-def is_memory(path: str) -> bool:
+def is_memory(path):
     return inspect_directory(path).is_memory
