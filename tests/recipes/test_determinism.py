@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import GPT2Config
 
-from recipes.benchmarks.harness.modes import Settings
-from recipes.benchmarks.harness.shapes import TINY, Shape
-from recipes.benchmarks.workers import step
+from recipes.benchmarks.harness.shapes import Shape
 from recipes.determinism import FUNCTIONS, make_deterministic, settle_first_calls
 from recipes.models import build_network
 
@@ -62,33 +58,6 @@ def test_an_operation_without_a_deterministic_version_is_told_and_goes_on() -> N
     assert settings() == (":4096:8", True, True, False)
     with pytest.warns(UserWarning, match="put_"):
         scattered()
-
-
-def test_a_worker_of_steps_tries_all_operations_first_and_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def fake(device: str, trial: Callable[[], None]) -> str:
-        asked.append(device)
-        trial()
-        return "as told"
-
-    monkeypatch.setattr(step, "make_deterministic", fake)
-    job = step.Job("keep", TINY, str(tmp_path), torch.get_num_threads())
-    with step.open_trainer(job) as trainer:
-        assert trainer.description() == {"determinism": "as told"}
-        assert all(parameter.grad is None for parameter in trainer._model.parameters())
-        first = trainer.step()
-    assert asked == ["cpu"]
-    job = step.Job("keep", TINY, str(tmp_path), torch.get_num_threads(), Settings(deterministic=False))
-    with step.open_trainer(job) as trainer:
-        assert trainer.description() == {}
-        second = trainer.step()
-    assert asked == ["cpu"], "asked for, though it was not wanted"
-    assert [first[name] for name in ("loss", "gradients", "weights")] == [
-        second[name] for name in ("loss", "gradients", "weights")
-    ], "the trial has changed what is trained"
 
 
 # -- first calls: the race itself shows in one process of twenty or fewer, so each call is shown to come before it -----

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,12 +15,10 @@ from unittest import mock
 import pytest
 
 from recipes.gpu import run as gpu
-from recipes.gpu.experiments import Experiment, allot, make_experiments, of_facts
-from recipes.gpu.facts import inspect_machine
+from recipes.gpu.experiments import Experiment, make_experiments
 from recipes.gpu.marks import files_with_gpu_tests
 from recipes.gpu.run import ROOT
-from recipes.gpu.sizes import GIB, MIB, Room, io_bytes, optimizer_layers
-from recipes.gpu.table import read_result
+from recipes.gpu.sizes import GIB
 from tests.support.forked import forks_of
 
 CARD: dict[str, Any] = {
@@ -57,17 +53,6 @@ def test_the_scan_finds_what_pytest_collects(forks: list[str]) -> None:
     assert collected == {str(path.relative_to(ROOT)) for path in files_with_gpu_tests(ROOT / "tests")}
 
 
-def test_what_is_moved_fits_the_time() -> None:
-    room = Room.of(CARD)
-    assert 17 * 5 * io_bytes(room, 25, 17) <= 25 * room.drive_per_s
-    assert io_bytes(replace(room, drive_per_s=1e12), 25, 17) == GIB
-    assert io_bytes(replace(room, drive_per_s=1e6), 25, 17) == 64 * MIB
-    assert optimizer_layers(replace(room, drive_per_s=28e9), 40) == 24
-    assert optimizer_layers(replace(room, drive_per_s=0.2e9), 40) == 2
-    assert 2 < (optimizer_layers(replace(room, drive_per_s=0.6e9), 40) or 0) < 24
-    assert optimizer_layers(replace(room, disk_bytes=GIB), 40) is None
-
-
 def made(facts: dict[str, Any], *, rehearse: bool = False) -> dict[str, Experiment]:
     found = make_experiments(facts, Path("/drive"), FILES, rehearse=rehearse)
     return {experiment.name: experiment for experiment in found}
@@ -85,21 +70,6 @@ def made(facts: dict[str, Any], *, rehearse: bool = False) -> dict[str, Experime
 def test_what_cannot_run_says_why(changed: dict[str, Any], name: str, reason: str) -> None:
     assert reason in made(CARD | changed)[name].skip
     assert not any(experiment.skip for other, experiment in made(CARD).items() if other != "kvikio")
-
-
-def test_time_is_shared_out() -> None:
-    one = Experiment(name="a", question="", kind="", command=(), limit_s=70, least_s=20)
-    assert [allot(one, left) for left in (500, 70, 30, 20, 19.9, -3)] == [70, 70, 30, 20, None, None]
-    assert of_facts(Path(), rehearse=False).least_s == 0
-    least = sum(experiment.least_s for experiment in made(CARD).values())
-    assert least < 540, "otherwise the last one never runs"
-
-
-def test_facts_name_no_host_and_no_path(tmp_path: Path) -> None:
-    text = json.dumps(inspect_machine(tmp_path, metered_bytes=8 << 20))
-    assert os.uname().nodename not in text.replace(os.uname().release, "")
-    assert str(tmp_path) not in text
-    assert json.loads(text)["write_per_s"] > 0
 
 
 Script = Callable[..., Experiment]
@@ -180,20 +150,6 @@ def test_what_takes_too_long_ends_with_all_its_processes(
     assert not is_running(pid)
 
 
-def test_a_test_that_was_interrupted_has_not_passed(tmp_path: Path) -> None:
-    """In pytest's own file it looks as if it had."""
-    tests = tmp_path / "test_two.py"
-    endless = "def test_endless(): os.kill(os.getpid(), signal.SIGINT); time.sleep(100)"
-    tests.write_text(f"import os, signal, time\ndef test_quick(): pass\n{endless}\n")
-    result = tmp_path / "r.xml"
-    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", f"--junitxml={result}"]
-    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run([*command, str(tests)], capture_output=True, text=True, check=False, timeout=100, env=env)
-    assert done.returncode == 2, done.stdout
-    answer = read_result("tests", result)
-    assert answer == "1 passed, 0 failed, stopped in the next one (its name is in the log)"
-
-
 def test_results_are_written_after_each_experiment(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,29 +180,6 @@ def test_results_are_written_after_each_experiment(
     assert "- software: pytest 9.2.0\n" in out
     assert "\n2. `python3 -c " in out
     assert "on purpose" in out
-
-
-def test_ended_from_outside_it_leaves_no_process(tmp_path: Path) -> None:
-    source = (
-        "from recipes.gpu import run as gpu; from recipes.gpu.experiments import Experiment\n"
-        "sleeps = 'import os, sys, time; open(sys.argv[1], \\'w\\').write(str(os.getpid())); time.sleep(100)'\n"
-        "command = ('-c', sleeps, '{result}')\n"
-        "one = Experiment(name='one', question='?', kind='facts', command=command, limit_s=90, least_s=0)\n"
-        "gpu.of_facts = lambda *_, **__: one\n"
-        f"gpu.main(['--dir', {str(tmp_path / 'dir')!r}, '--out', {str(tmp_path)!r}])\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    pid = tmp_path / "one.json"
-    deadline_s = time.monotonic() + 60
-    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    child = int(pid.read_text())
-    parent.terminate()
-    out, _ = parent.communicate(timeout=60)
-    assert parent.returncode == 128 + signal.SIGTERM
-    assert not is_running(child)
-    assert "| # | question |" in out, "the table of what there is comes all the same"
-    assert list((tmp_path / "dir").iterdir()) == []
 
 
 BARE = """

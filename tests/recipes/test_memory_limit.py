@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from lightning_ssd import OffloadPolicy
 from recipes.benchmarks import memory_limit
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError
-from recipes.benchmarks.memory_limit import NO_GROUP, Trial, choose_limit, main, memory_group, shown
+from recipes.benchmarks.memory_limit import NO_GROUP, Trial, main, shown
 
 MIB = 1 << 20
 FREE = Trial(
@@ -28,51 +27,6 @@ FREE = Trial(
 )
 KILLED = replace(FREE, limit_bytes=200 * MIB, losses=(3.0,), step_s=(0.5,), exit_code=-9, weights_digest="")
 OURS = replace(FREE, mode="ssd", limit_bytes=200 * MIB, moved_bytes=7 * MIB)
-
-
-@pytest.fixture
-def _control_group() -> None:
-    try:
-        with memory_group(None):
-            pass
-    except GroupUnavailableError as error:
-        pytest.skip(f"no memory control group here: {error}")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("_control_group")
-def test_the_kernel_kills_plain_training_and_ours_finishes(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The real thing in small: three processes, a real limit, real losses."""
-    code = main(["--tiny", "--steps", "2", "--dir", str(spill_dir), "--json", str(spill_dir / "trials.json")])
-    said = capsys.readouterr()
-    assert code == 0, said.out + said.err
-    assert "bit for bit" in said.out
-    free, plain, ours = json.loads((spill_dir / "trials.json").read_text())
-    assert plain["exit_code"] == -9
-    assert len(plain["losses"]) < 2
-    assert plain["limit_bytes"] == ours["limit_bytes"] < free["peak_bytes"]
-    assert ours["losses"] == free["losses"]
-    assert len(ours["losses"]) == 2
-    assert ours["weights_digest"] == free["weights_digest"] != ""
-    assert ours["moved_bytes"] > MIB
-    assert ours["peak_bytes"] <= ours["limit_bytes"]
-    assert [path.name for path in spill_dir.iterdir()] == ["trials.json"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("_control_group")
-def test_a_model_that_does_not_fit_at_all_is_trained(spill_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What plain training takes is more than twice the limit."""
-    file = spill_dir / "trials.json"
-    code = main(["--parameters", "--tiny", "--limit", "800MiB", "--dir", str(spill_dir), "--json", str(file)])
-    said = capsys.readouterr()
-    assert code == 0, said.out + said.err
-    free, plain, ours = json.loads(file.read_text())
-    assert plain["exit_code"] == -9
-    assert ours["losses"] == free["losses"]
-    assert ours["weights_digest"] == free["weights_digest"] != ""
-    assert free["peak_bytes"] > 2 * ours["limit_bytes"]
-    assert ours["peak_bytes"] <= ours["limit_bytes"]
 
 
 def test_without_a_control_group_it_says_what_to_do(
@@ -116,9 +70,3 @@ def test_what_is_printed_is_what_trains() -> None:
         assert told == OffloadPolicy(**job.options)
         assert told.optimizer_states == "offload"
         assert told.activation_budget == budget
-
-
-def test_the_limit_lies_between_rest_and_peak() -> None:
-    assert choose_limit(FREE) == 200 * MIB
-    with pytest.raises(ValueError, match="give --limit"):
-        choose_limit(replace(FREE, peak_bytes=None))

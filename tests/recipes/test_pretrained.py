@@ -69,16 +69,6 @@ def equal(one: RunSummary, other: RunSummary) -> bool:
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
 
-def test_adapters_are_trained_as_by_plain_lightning_while_the_base_waits(tune: Tune, folder: Path) -> None:
-    plain = tune("offload=none")
-    assert len(set(plain.losses)) == 3
-    other = tune(*OFFLOADED)
-    assert equal(plain, other)
-    assert other.weights_bytes == base_bytes(folder)
-    assert "of weights offloaded" in other.line()
-    assert "of weights offloaded" not in plain.line()
-
-
 @pairwise(
     "kind, dtype, shard, offload",
     ["gpt2", "llama"],
@@ -116,25 +106,6 @@ def test_frozen_weights_wait_in_the_folder_s_own_files(
     assert other.weights_bytes == sum(nbytes for nbytes in sizes if nbytes >= SMALLEST)
     assert written == [0]
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_a_whole_model_is_trained_with_everything_away(tune: Tune, spill_dir: Path) -> None:
-    folder = spill_dir / "other"
-    save_tiny("gpt2", folder, max_shard_size="60KB")
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    overrides = [f"model.path={folder}", "model.lora=null"]
-    other = tune("offload=everything", f"offload.min_tensor_bytes={SMALLEST}", *overrides)
-    assert equal(tune("offload=none", *overrides), other)
-    assert other.weights_bytes > 0
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_weights_in_half_precision_have_adapters_in_float32(folder: Path) -> None:
-    save_tiny("llama", folder, dtype=torch.bfloat16)
-    network = made(folder)
-    assert {p.dtype for p in network.parameters() if p.requires_grad} == {torch.float32}
-    assert {p.dtype for p in network.parameters() if not p.requires_grad} == {torch.bfloat16}
-    assert {p.dtype for p in made(folder, dtype="float32").parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("loop", [plain_loop, fabric_loop], ids=["plain_loop", "fabric_loop"])

@@ -16,9 +16,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from lightning_ssd.memory.malloc import PAGES_VARIABLE
-from recipes import demo, fabric_loop, models, plain_loop
-from recipes.meter import StepMeter, weights_digest
+from recipes import demo, fabric_loop, plain_loop
+from recipes.meter import StepMeter
 from recipes.runner import run
 from recipes.schema import SCHEMA, ConfigMistake
 from recipes.summary import RunSummary
@@ -45,16 +44,6 @@ def test_the_meter_finds_the_peak_of_later_steps() -> None:
     assert 90 * MIB < meter.peak_above_rest_bytes < 160 * MIB
 
 
-def test_the_digest_sees_every_bit_and_every_type() -> None:
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).bfloat16()
-    digest = weights_digest(layers)
-    assert digest == weights_digest(layers)
-    with torch.no_grad():
-        layers[0].weight[0, 0] += 0.01
-    assert digest != weights_digest(layers)
-
-
 def summary(**changes: object) -> RunSummary:
     plain = RunSummary(
         model="gpt",
@@ -72,14 +61,6 @@ def summary(**changes: object) -> RunSummary:
         backend="posix O_DIRECT",
     )
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
-
-
-def test_all_runs_of_the_demo_have_the_same_malloc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    switches: list[str] = []
-    monkeypatch.setattr(demo.subprocess, "run", lambda *args, env, **options: switches.append(env[PAGES_VARIABLE]))
-    monkeypatch.setattr(RunSummary, "read", lambda path: summary())
-    assert demo.main(["--output-dir", str(tmp_path)]) == 0
-    assert switches == ["1", "1", "1"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "ssd"])
@@ -180,47 +161,6 @@ def test_wandb_is_offline_without_a_key(
     assert config.logger.wandb.offline is missing
 
 
-def test_the_plain_loop_gives_the_weights_of_the_lightning_run(
-    train: Train, spill_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lightning = train("offload=none", "logger=none")
-    for mode in ("none", "ssd"):
-        plain = plain_loop.main([*TINY, f"offload={mode}", f"output_dir={spill_dir}"])
-        assert plain.losses == lightning.losses
-        assert plain.weights_digest == lightning.weights_digest
-        assert plain.counted == (mode == "ssd")
-    output = capsys.readouterr().out
-    assert "step 2: loss" in output
-    assert "model=gpt offload=ssd" in output
-
-
-@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
-def test_the_plain_loop_opens_its_offloader_for_the_device_of_the_network(
-    accelerator: str, monkeypatch: pytest.MonkeyPatch, spill_dir: Path
-) -> None:
-    """As on a machine with a GPU; the network only says that it goes there."""
-    gone_to: list[torch.device] = []
-
-    class Opened(Exception):
-        pass
-
-    class Network(torch.nn.Linear):
-        def to(self, device: torch.device) -> torch.nn.Module:  # type: ignore[override]
-            gone_to.append(device)
-            return self
-
-    def offloader(*, device: torch.device | None = None, **rest: object) -> None:
-        raise Opened(device)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(models, "build_network", lambda config, objective: Network(1, 1))
-    monkeypatch.setattr("lightning_ssd.Offloader", offloader)
-    overrides = [*TINY, "offload=ssd", f"trainer.accelerator={accelerator}", f"output_dir={spill_dir}"]
-    with pytest.raises(Opened) as opened:
-        plain_loop.main(overrides)
-    assert [opened.value.args[0]] == gone_to == [torch.device("cuda" if accelerator == "auto" else "cpu")]
-
-
 @pytest.mark.parametrize("loop", [plain_loop, fabric_loop], ids=["plain_loop", "fabric_loop"])
 def test_a_loop_tells_how_it_is_used(loop: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -232,16 +172,6 @@ def test_a_loop_tells_how_it_is_used(loop: ModuleType, capsys: pytest.CaptureFix
     for word in ("--fast", "-m", "model"):
         with pytest.raises(SystemExit, match=rf"^{word} is no override; allowed: GROUP=OPTION, KEY=VALUE"):
             loop.main([word])
-
-
-def test_help_of_train_is_short(tmp_path: Path) -> None:
-    done = run_module("recipes.train", "--help", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: python -m recipes.train [-m] [GROUP=OPTION ...] [KEY=VALUE ...]")
-    assert "offload: auto, budget, everything, fsdp, keep, none, recompute" in done.stdout
-    assert "_target_" not in done.stdout, "the whole configuration is no usage text"
-    assert len(done.stdout.splitlines()) < 40
-    assert list(tmp_path.iterdir()) == []
 
 
 def run_module(
@@ -289,38 +219,6 @@ def test_equal_seeds_give_equal_losses_with_and_without_shards(train: Train, spi
     assert sharded.weights_digest == plain.weights_digest
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-def test_two_processes_train_one_sharded_model(spill_dir: Path, forks: list[str]) -> None:
-    """As Lightning's own strategy does, bit for bit."""
-    lightnings = [
-        "trainer.strategy._target_=lightning.pytorch.strategies.ModelParallelStrategy",
-        *("~trainer.strategy.policy", "~trainer.strategy.hardware", "callbacks=none"),
-        *("+trainer.strategy.data_parallel_size=2", "+trainer.strategy.tensor_parallel_size=1"),
-    ]
-    ours = ["offload.activations=offload", "offload.min_tensor_bytes=0", "offload.optimizer_states=offload"]
-    found = []
-    for name, more in (("plain", lightnings), ("ours", ours)):
-        where = [f"output_dir={spill_dir / name}", f"hydra.run.dir={spill_dir / name}", "logger=none"]
-        words = [*TINY, "offload=fsdp", "trainer.devices=2", *where, *more]
-        done = run_module("recipes.train", *words, cwd=spill_dir, begin=forks)
-        assert done.returncode == 0, done.stderr
-        found.append(RunSummary.read(spill_dir / name / "summary.json"))
-    plain, offloaded = found
-    assert offloaded.losses == plain.losses
-    assert offloaded.weights_digest == plain.weights_digest != ""
-    assert offloaded.written_bytes_per_step > 0
-    assert not plain.counted, "Lightning was to train alone"
-
-
-def test_a_mistake_ends_the_command_with_a_short_message(tmp_path: Path, forks: list[str]) -> None:
-    done = run_module("recipes.train", "++trainer.max_step=1", cwd=tmp_path, begin=forks)
-    assert done.returncode == 1
-    assert "Did you mean trainer.max_steps?" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) <= 3
-
-
 @pytest.mark.slow
 def test_the_demo_from_the_command_line(spill_dir: Path, forks: list[str]) -> None:
     tiny = (*TINY, "logger=none")
@@ -331,23 +229,8 @@ def test_the_demo_from_the_command_line(spill_dir: Path, forks: list[str]) -> No
     assert (spill_dir / "auto" / "summary.json").is_file()
 
 
-def test_the_demo_passes_a_failure_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--output-dir", str(tmp_path), "model=gbt"]) == 1
-    assert "model=gbt: there is no such option. Did you mean model=gpt?" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["Makefile", "README.md", "CHANGELOG.md"])
 def test_documents_name_recipes_that_exist(name: str) -> None:
     modules = set(re.findall(r"-m ((?:recipes|tests)[.\w]*\w)", (ROOT / name).read_text(encoding="utf-8")))
     assert modules
     assert not [module for module in sorted(modules) if find_spec(module) is None]
-
-
-def test_unsuitable_directory_is_one_clear_line(forks: list[str]) -> None:
-    if not Path("/dev/shm").is_dir():
-        pytest.skip("no /dev/shm here to be refused")
-    words = ["experiment=smoke", "offload=ssd", "hardware.paths=[/dev/shm]"]
-    child = run_module("recipes.train", *words, cwd=ROOT, begin=forks)
-    assert child.returncode == 1
-    assert "tmpfs" in child.stderr
-    assert "Traceback" not in child.stderr

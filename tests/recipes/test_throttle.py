@@ -8,16 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from lightning_ssd.common.tensors import Region
-from lightning_ssd.errors import ConfigError
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.drive_probe import measure_rates
 from lightning_ssd.storage.posix import PosixBackend
-from lightning_ssd.storage.spill_file import Arena
-from recipes.benchmarks.harness.cgroups import GroupUnavailableError, control_group
-from recipes.benchmarks.harness.throttle import BucketBackend, TokenBucket, parse_rate
+from recipes.benchmarks.harness.cgroups import GroupUnavailableError
+from recipes.benchmarks.harness.throttle import BucketBackend, TokenBucket
 from recipes.benchmarks.memory_limit import memory_group
 
 RATE = 40e6
@@ -43,24 +39,6 @@ def test_the_rate_is_held_over_both_workers(spill_dir: Path) -> None:
     assert min(fastest) >= 0.75 * RATE
 
 
-def test_the_wrapper_changes_no_byte(spill_dir: Path) -> None:
-    posix = PosixBackend([spill_dir])
-    backend = BucketBackend(posix, 1e9)
-    nbytes = 3 * backend.block_bytes
-    written = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    read = torch.zeros_like(written)
-    arena: Arena = backend.open_arena(spill_dir)
-    try:
-        extent = arena.allocate(nbytes)
-        backend.write(arena, Region(written.data_ptr(), nbytes), extent.offset)
-        backend.read(arena, Region(read.data_ptr(), nbytes), extent.offset)
-    finally:
-        arena.close()
-        backend.close()
-    assert torch.equal(read, written)
-    assert backend.name.endswith("(throttled)")
-
-
 def test_a_bucket_does_not_save_up_what_nobody_used() -> None:
     now, slept = [0.0], []
 
@@ -74,12 +52,6 @@ def test_a_bucket_does_not_save_up_what_nobody_used() -> None:
     bucket.take(5)
     bucket.take(5)
     assert slept == pytest.approx([2.0, 0.5, 0.5])
-
-
-@pytest.mark.parametrize(("text", "error"), [("0", ValueError), ("fast", ConfigError), ("50MB/h", ConfigError)])
-def test_what_is_no_rate_is_refused(text: str, error: type[Exception]) -> None:
-    with pytest.raises(error, match="throttle"):
-        parse_rate(text)
 
 
 def all_groups() -> set[str]:
@@ -100,18 +72,6 @@ def test_an_error_inside_leaves_no_group_behind() -> None:
     except GroupUnavailableError as error:
         pytest.skip(f"no memory control group here: {error}")
     assert (Path("/proc/self/mountinfo").read_text(), all_groups()) == before
-
-
-def test_a_limit_that_the_kernel_refuses_is_named() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("control groups need root")
-    before = all_groups()
-    with (
-        pytest.raises(GroupUnavailableError, match=r"memory|group"),
-        control_group("memory", v1={"memory.limit_in_bytes": "much"}, v2={"memory.max": "much"}),
-    ):
-        pass
-    assert all_groups() == before
 
 
 def test_the_group_of_a_killed_run_is_removed_by_the_next_one() -> None:

@@ -10,22 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from recipes.data import EOS_TOKEN, SyntheticData, TextData, python_text, tokenize
+from recipes.data import MASK_TOKEN, PAD_TOKEN, SyntheticData, TextData, tokenize
 from recipes.mistakes import ConfigMistake
-
-
-@pytest.fixture(scope="module")
-def text() -> str:
-    return python_text(200_000)
-
-
-def test_tokens_are_the_same_every_time_and_few_per_character(text: str) -> None:
-    tokens = tokenize(text, 1024)
-    assert torch.equal(tokens, tokenize(text, 1024))
-    assert tokens.dtype == torch.int32
-    assert tokens.max() < 1024
-    assert len(tokens) < len(text) / 2
-    assert (tokens == EOS_TOKEN).sum() == text.count("\0") + 1
+from recipes.models import make_inputs
 
 
 def test_text_data_comes_from_the_cache_the_second_time(tmp_path: Path) -> None:
@@ -108,3 +95,18 @@ def test_too_little_text_and_too_few_tokens_are_refused() -> None:
         data.train_dataloader()
     with pytest.raises(ConfigMistake, match=r"data\.vocab_size=100; allowed: at least 259"):
         tokenize("text", 100)
+
+
+def test_inputs_and_labels_of_each_objective() -> None:
+    inputs, labels = make_inputs(torch.tensor([[5, 6, 7, 8]]), "causal")
+    assert (inputs["input_ids"].tolist(), labels.tolist()) == ([[5, 6, 7, 8]], [[6, 7, 8, -100]])
+    inputs, labels = make_inputs(torch.tensor([[5, 6, 7, 8]]), "seq2seq")
+    assert (inputs["input_ids"].tolist(), labels.tolist()) == ([[5, 6]], [[7, 8]])
+    assert inputs["decoder_input_ids"].tolist() == [[PAD_TOKEN, 7]]
+    tokens = torch.randint(3, 500, (64, 128))
+    inputs, labels = make_inputs(tokens, "masked", mask_seed=3)
+    hidden = inputs["input_ids"] == MASK_TOKEN
+    assert 0.13 < hidden.float().mean() < 0.17
+    assert torch.equal(labels[hidden], tokens[hidden])
+    assert (labels[~hidden] == -100).all()
+    assert not torch.equal(make_inputs(tokens, "masked", mask_seed=4)[1], labels)
