@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -178,23 +176,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """Mounts an ext4 of so many MiB, in a file, and gives its directory."""
-    if os.geteuid() != 0 or not shutil.which("mkfs.ext4") or not shutil.which("mount"):
-        pytest.skip("needs root, mkfs.ext4 and mount for a file system of its own")
+    from tests.faults.run import own_disk
 
     with ExitStack() as stack:
 
         def make(mebibytes: int) -> Path:
-            image, directory = tmp_path / "image", tmp_path / "mounted"
-            with image.open("wb") as file:
-                file.truncate(mebibytes << 20)
-            directory.mkdir()
-            subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", image], check=True)
-            mounted = subprocess.run(
-                ["mount", "-o", "loop", image, directory], capture_output=True, text=True, check=False
-            )
-            if mounted.returncode:
-                pytest.skip(f"cannot mount a loop device here: {mounted.stderr.strip()}")
-            stack.callback(subprocess.run, ["umount", "--lazy", directory], check=True)
+            directory, why_not = stack.enter_context(own_disk(tmp_path, mebibytes))
+            if why_not:
+                pytest.skip(f"no file system of its own here: {why_not}")
             return directory
 
         yield make

@@ -24,7 +24,6 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import StorageError
 from lightning_ssd.storage import filesystem
 from tests.faults.endings import ENDINGS
-from tests.faults.exceptions import EXCEPTIONS
 from tests.faults.shim import ALLOCATE, READ, WRITE, armed
 from tests.faults.world import Report, World, places, state_places
 
@@ -350,5 +349,4 @@ TRIALS: dict[str, Callable[[World], Report | None]] = {
     "no memory in unpack": _no_memory_in_unpack,
     "memory group": _hungry,
     **ENDINGS,
-    **EXCEPTIONS,
 }

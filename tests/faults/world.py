@@ -20,7 +20,7 @@ from lightning_ssd.storage.spill_file import Arena
 from tests.faults.models import Twins, WrongBitsError, random_task
 from tests.faults.server import SPILL
 
-__all__ = ["InjectedError", "Report", "World", "places"]
+__all__ = ["Report", "World", "places"]
 
 Report = dict[str, Any]
 """The fields of a :class:`~tests.faults.server.Result` that a child knows."""
@@ -28,10 +28,6 @@ Report = dict[str, Any]
 _EXPECTED = (StorageError, OffloaderClosedError, MemoryError)
 _TRIES = 4
 _GONE_WITHIN_S = 5.0
-
-
-class InjectedError(RuntimeError):
-    """Raised on purpose by what a user might have written."""
 
 
 class World:
