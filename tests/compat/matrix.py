@@ -9,7 +9,7 @@
 Pythons 3.11 to 3.13 where the machine has them; of each minor version of PyTorch from 2.9 on the newest patch, with the
 newest Lightning; and every Lightning from 2.4 on with the newest PyTorch that can be installed. Builds of PyTorch for
 GPUs bring gigabytes of libraries with them, so that only CPU builds (``+cpu``) are installed unless ``--any-build``
-asks for others. What was not run is in the table with the reason: supported is what was run.
+asks for others. It prints a table of Markdown; what was not run has the reason there: supported is what was run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,26 +63,12 @@ class Combination:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a combination."""
-
-    combination: Combination
-    result: str
-    """"passed", "failed" or "not run"."""
-    detail: str
-    """Pytest's last line, or the reason."""
-    seconds: float = 0.0
-
-
 def find_python(version: str) -> Path | None:
-    """An interpreter of this version that starts: on the path, or among those of pyenv."""
-    named = [
-        shutil.which(f"python{version}"),
-        sys.executable if platform.python_version().startswith(version) else None,
-    ]
+    """Find an interpreter of this version that starts: on the path, or among those of pyenv."""
+    own = sys.executable if platform.python_version().startswith(version) else None
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    for candidate in [*filter(None, named), *sorted(pyenv.glob(f"{version}.*/bin/python"), reverse=True)]:
+    installed = sorted(pyenv.glob(f"{version}.*/bin/python"), reverse=True)
+    for candidate in filter(None, [shutil.which(f"python{version}"), own, *installed]):
         code = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
         done = subprocess.run([candidate, "-c", code], capture_output=True, text=True, check=False)
         if done.stdout.strip() == version:
@@ -92,7 +77,7 @@ def find_python(version: str) -> Path | None:
 
 
 def versions_found(package: str, python: str, pip_args: Sequence[str]) -> list[str]:
-    """What pip would install for this Python, newest first."""
+    """List what pip would install for this Python, newest first."""
     command = [sys.executable, "-m", "pip", "index", "versions", package, "--python-version", python, *pip_args]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     match = re.search(r"^Available versions: (.*)$", done.stdout, re.MULTILINE)
@@ -105,7 +90,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def torches_to_try(found: Iterable[str], *, any_build: bool) -> list[tuple[str, str]]:
-    """The newest patch of each minor version, newest first, with the reason where it is not to be installed."""
+    """List the newest patch of each minor version, newest first, with the reason where it is not to be installed."""
     chosen: dict[tuple[int, ...], str] = {}
     for version in sorted(found, key=lambda v: (v.endswith("+cpu"), numbers(v)), reverse=True):
         if numbers(version) >= FIRST_TORCH:
@@ -121,7 +106,7 @@ def combinations(
     *,
     full: bool = False,
 ) -> list[Combination]:
-    """What to run, and what not.
+    """List what to run, and what not.
 
     Args:
         torches: of each Python: versions with the reason why not, newest first.
@@ -138,77 +123,34 @@ def combinations(
     return sorted(made, key=lambda c: (c.python, [-n for n in numbers(c.torch)], [-n for n in numbers(c.lightning)]))
 
 
-def constraints() -> str:
-    """The versions that this commit was tested with, less those that are varied."""
+def run(combination: Combination, python: Path, folder: Path, pip_args: Sequence[str]) -> tuple[str, str]:
+    """Build the environment, run the tests, remove it. Return the result, and pytest's last line or the reason."""
+    environment, pins = folder / "environment", folder / "constraints.txt"
+    # Versions that this commit was tested with, less those that are varied.
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return "\n".join(line for line in lines if line.split("==")[0].strip() not in PINNED_BY_US)
-
-
-def run(combination: Combination, python: Path, folder: Path, pip_args: Sequence[str]) -> Outcome:
-    """Build the environment, run the tests, remove it."""
-    begin, environment = time.monotonic(), folder / "environment"
-    pins = folder / "constraints.txt"
-    pins.write_text(constraints())
-    wanted = [
-        f"torch=={combination.torch}",
-        *(f"{name}=={combination.lightning}" for name in PINNED_BY_US[1:]),
-        *TEST_TOOLS,
-    ]
+    pins.write_text("\n".join(line for line in lines if line.split("==")[0].strip() not in PINNED_BY_US))
+    wanted = [f"torch=={combination.torch}", *(f"{name}=={combination.lightning}" for name in PINNED_BY_US[1:])]
     inside = environment / "bin" / "python"
-    install = [inside, "-m", "pip", "install", "--quiet", *pip_args, "-c", pins, "-e", ROOT, *wanted]
+    install = [inside, "-m", "pip", "install", "--quiet", *pip_args, "-c", pins, "-e", ROOT, *wanted, *TEST_TOOLS]
     try:
         for command in ([python, "-m", "venv", environment], install):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 said = (done.stderr or done.stdout).strip().splitlines()
-                return Outcome(combination, "not run", f"cannot be installed: {said[-1] if said else command[2]}")
+                return "not run", f"cannot be installed: {said[-1] if said else command[2]}"
         tests = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", *LEFT_OUT, *FAST_TESTS]
         done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
         last = _LAST_LINE.findall(done.stdout)
-        detail = last[-1].strip() if last else f"pytest ended with {done.returncode} and no summary"
         if done.returncode:
             print(done.stdout[-6000:], file=sys.stderr)
-        return Outcome(combination, "failed" if done.returncode else "passed", detail, time.monotonic() - begin)
+        detail = last[-1].strip() if last else f"pytest ended with {done.returncode} and no summary"
+        return "failed" if done.returncode else "passed", detail
     finally:
         shutil.rmtree(environment, ignore_errors=True)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """In Markdown."""
-    rows = ["| Python | PyTorch | Lightning | result | |", "|---|---|---|---|---|"]
-    for outcome in outcomes:
-        c = outcome.combination
-        rows.append(f"| {c.python} | {c.torch} | {c.lightning} | {outcome.result} | {_cell(outcome.detail)} |")
-    return "\n".join(rows)
-
-
-def _cell(text: str) -> str:
-    """What pip and pytest say, in one cell, without addresses of this machine's index."""
-    text = re.sub(r"\w+://\S+", "(address)", text)
-    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
-
-
-def document(outcomes: Sequence[Outcome], command: str) -> str:
-    """The result file: what was run, where, when."""
-    num_run = sum(outcome.result != "not run" for outcome in outcomes)
-    facts = {
-        "command": f"`{command}`",
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.release().split('-')[0]}, CPU only",
-        "tests": f"`{' '.join(FAST_TESTS)}`, without those marked slow",
-        "runs": f"{num_run} of {len(outcomes)}; {sum(o.seconds for o in outcomes):.0f} s with building",
-    }
-    lines = ["# Versions of Python, PyTorch and Lightning", ""]
-    lines += [
-        "What `tests/compat/matrix.py` has run. Supported is what was run and passed; other versions may work.",
-        "",
-    ]
-    lines += ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items()), "", table(outcomes), ""]
-    return "\n".join(lines)
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.compat.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="only show what would be run")
     parser.add_argument("--full", action="store_true", help="every Lightning with every PyTorch")
@@ -217,20 +159,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--torch", action="append", help="only versions that begin so, such as 2.13; may be repeated")
     parser.add_argument("--lightning", action="append", help="the same for Lightning, such as 2.6.6")
     parser.add_argument("--pip-args", default=os.environ.get("PIP_ARGS", ""), help="more arguments for pip")
-    parser.add_argument("--out", type=Path, help="write the result file here")
     return parser.parse_args(arguments)
-
-
-def shown(args: argparse.Namespace) -> str:
-    """The command for readers: without what is of this machine only."""
-    words = [
-        "python -m tests.compat.matrix",
-        *(["--full"] if args.full else []),
-        *(["--any-build"] if args.any_build else []),
-    ]
-    for name in ("python", "torch", "lightning"):
-        words += [f"--{name} {value}" for value in getattr(args, name) or ()]
-    return " ".join(words)
 
 
 def plan(args: argparse.Namespace) -> tuple[list[Combination], dict[str, Path]]:
@@ -250,27 +179,22 @@ def plan(args: argparse.Namespace) -> tuple[list[Combination], dict[str, Path]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the matrix."""
+    """Run the matrix, and print a table."""
     args = parse_arguments(arguments)
     wanted, pythons = plan(args)
-    outcomes = []
+    results = []
+    print("| Python | PyTorch | Lightning | result | |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="compat-") as folder:
-        for combination in wanted:
-            if combination.reason or args.list:
-                outcome = Outcome(combination, "not run", combination.reason or "listed only")
+        for one in wanted:
+            if one.reason or args.list:
+                result, detail = "not run", one.reason or "listed only"
             else:
-                print(
-                    f"Python {combination.python}, PyTorch {combination.torch}, Lightning {combination.lightning} ..."
-                )
-                outcome = run(combination, pythons[combination.python], Path(folder), args.pip_args.split())
-                print(f"  {outcome.result}: {outcome.detail}", flush=True)
-            outcomes.append(outcome)
-    print(table(outcomes))
-    if args.out:
-        args.out.write_text(document(outcomes, shown(args)))
-    if all(outcome.result == "not run" for outcome in outcomes) and not args.list:
+                result, detail = run(one, pythons[one.python], Path(folder), args.pip_args.split())
+            results.append(result)
+            print(f"| {one.python} | {one.torch} | {one.lightning} | {result} | {detail} |", flush=True)
+    if {"not run"}.issuperset(results) and not args.list:
         sys.exit("nothing was run, so that nothing is known; see the reasons above")
-    return int(any(outcome.result == "failed" for outcome in outcomes))
+    return int("failed" in results)
 
 
 if __name__ == "__main__":
