@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, UnsuitablePathError
 from tests.support.offloader_steps import OFFLOAD_ALL, step
 from tests.support.patience import PATIENCE_S
-from tests.support.processes import BARE_PACKAGE
 
 
 def our_threads() -> list[str]:
@@ -158,16 +156,6 @@ def test_keep_counts_and_opens_nothing() -> None:
     assert stats.bytes_written == stats.resident_bytes == 0
 
 
-def test_backward_after_close_raises(spill_dir: Path) -> None:
-    x = torch.randn(300, 300, requires_grad=True)
-    with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir)) as offloader:
-        with offloader.saved_tensors():
-            loss = x.exp().sin().sum()
-        offloader.flush()
-    with pytest.raises(OffloaderClosedError, match="run backward before closing"):
-        loss.backward()
-
-
 def test_metrics_are_drained_once(spill_dir: Path) -> None:
     with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir)) as offloader:
         step(offloader)
@@ -175,27 +163,6 @@ def test_metrics_are_drained_once(spill_dir: Path) -> None:
     assert first["io/write_gib"] > 0
     assert first["io/overlap_ratio"] <= 1
     assert second["io/write_gib"] == 0
-
-
-def test_interpreter_exit_without_close(spill_dir: Path) -> None:
-    """Forgotten open with work under way: the process ends by itself, and says nothing."""
-    program = f"""
-import torch
-from lightning_ssd.config import HardwareProfile, OffloadPolicy
-from lightning_ssd.offloader import Offloader
-hardware = HardwareProfile(paths={str(spill_dir)!r})
-policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
-offloader = Offloader(policy=policy, hardware=hardware)
-offloader.open()
-x = torch.randn(2000, 2000, requires_grad=True)
-with offloader.saved_tensors():
-    loss = x.exp().sin().cos().sum()
-"""
-    # Not a fork: this is about how an interpreter ends. That of test_thread_stress ends with Lightning in it.
-    command = [sys.executable, "-W", "ignore", "-c", BARE_PACKAGE + program]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert (child.returncode, child.stderr) == (0, "")
-    assert not [path for path in spill_dir.rglob("*") if path.is_file()]
 
 
 @pytest.fixture

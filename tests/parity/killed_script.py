@@ -83,7 +83,6 @@ def everything(directory: Path, opens: Any = all_away) -> None:
 
     WeightFiles.write = writes  # type: ignore[method-assign]
     everything_away.OPTIMIZERS["adamw"] = optimizer
-    reached("any", 1)
     with opens(directory, activations="offload", per_parameter_optimizers="Stops") as offloader:
         train(model, causal_batch, hugging_face_loss, offloader, steps=1000)
 

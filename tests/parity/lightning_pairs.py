@@ -32,10 +32,11 @@ MARKS = [
 ]
 SHORT = {"limit_train_batches": 4, "limit_val_batches": 1}
 AWAY: dict[str, dict[str, Any]] = {
+    "activations": {"optimizer_states": "keep"},
     "states": {},
     "everything": {"parameters": "offload", "gradients": "offload"},
 }
-"""What waits besides activations and optimizer states."""
+"""What waits, where it is not activations and optimizer states."""
 away: dict[str, Any] = {}
 """One of them: the fixture ``what_is_away`` says which."""
 Make = Callable[[], Net]
@@ -54,9 +55,10 @@ class Drains(L.Callback):
 def all_on_ssd(
     directory: Path, *, states: bool = True, endurance: str | None = None, **policy: Any
 ) -> SSDOffloadStrategy:
-    policy = {"activations": "offload", "min_tensor_bytes": 4096} | (away if states else {}) | policy
+    settings = {"activations": "offload", "min_tensor_bytes": 4096, "optimizer_states": "offload"}
+    settings |= (away if states else {"optimizer_states": "keep"}) | policy
     return SSDOffloadStrategy(
-        policy=OffloadPolicy(optimizer_states="offload" if states else "keep", **policy),
+        policy=OffloadPolicy(**settings),
         hardware=HardwareProfile(paths=[directory / "spill"], allow_unsuitable_paths=True, drive_endurance=endurance),
     )
 
@@ -73,9 +75,10 @@ def everything(trainer: L.Trainer, module: Net) -> dict[str, Any]:
     return result(module) | {"optimizers": optimizers}
 
 
-def assert_moved(trainer: L.Trainer, *, states: bool = True) -> None:
+def assert_moved(trainer: L.Trainer) -> None:
     """A test in which nothing took our way would show nothing."""
     assert isinstance(trainer.strategy, SSDOffloadStrategy)
+    states = trainer.strategy.policy.optimizer_states == "offload"
     stats = trainer.strategy.stats
     assert stats.bytes_written > 0
     assert stats.bytes_read > 0
@@ -100,5 +103,5 @@ def both(
     ours = fit(make, all_on_ssd(directory, states=states), directory / "ours", **mine)
     assert plain[1].losses
     assert_identical(everything(*ours), everything(*plain))
-    assert_moved(ours[0], states=states)
+    assert_moved(ours[0])
     return plain, ours

@@ -39,12 +39,6 @@ def whole(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("prepare", [by_block, whole], ids=["blocks", "whole"])
-def test_exact(prepare: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
-    training = Training(Perceptrons, lambda step: {"x": floats(step, 9, 17, 40)}, mean_square, prepare=prepare)
-    assert_parity(training, tmp_path, setups=[DRAINED, EAGER])
-
-
 def test_checkpointed_blocks_inside_a_compiled_model(tmp_path: Path) -> None:
     training = Training(
         lambda: Perceptrons(mode="alternate"), lambda step: {"x": floats(step, 9, 17, 40)}, mean_square, prepare=whole

@@ -6,24 +6,19 @@ import errno
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_ssd import Offloader
-from lightning_ssd.activations import tensor_cache
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
-from lightning_ssd.scheduling.plan_cursor import PlanCursor
-from lightning_ssd.scheduling.recorder import Recorder
-from lightning_ssd.storage.backend import Backend
 from tests.parity.models import Perceptrons, floats, mean_square
-from tests.support.faults import Fail, FaultyBackend, always, eio, enospc, on_calls, short
+from tests.support.faults import Fail, always, eio, enospc, on_calls, short
 from tests.support.helpers import (
     DRAINED,
     Session,
@@ -31,29 +26,14 @@ from tests.support.helpers import (
     Training,
     assert_identical,
     assert_released,
-    assert_same,
-    open_offloader,
     outcome,
 )
-from tests.support.patience import PATIENCE_S
+from tests.support.plan_trainings import faulty
 
 TRAINING = Training(
     lambda: Perceptrons(num_blocks=2), lambda step: {"x": floats(step, 9, 17, 40)}, mean_square, steps=4
 )
 FULL = Setup(verify="full")
-
-
-@contextmanager
-def faulty(directory: Path, setup: Setup = DRAINED, **faults: Any) -> Iterator[tuple[Offloader, list[FaultyBackend]]]:
-    """An offloader on a drive with faults."""
-    made: list[FaultyBackend] = []
-
-    def wrap(backend: Backend) -> Backend:
-        made.append(FaultyBackend(backend, **faults))
-        return made[-1]
-
-    with open_offloader(directory, setup, _wrap_backend=wrap) as offloader:
-        yield offloader, made
 
 
 def chain(offloader: Offloader, *, length: int = 6) -> Tensor:
@@ -87,7 +67,7 @@ def test_failed_writes_cost_memory_only(name: str, drained: bool, tmp_path: Path
     expected = outcome(TRAINING, Session())
     with (
         warnings.catch_warnings(record=True) as caught,
-        faulty(tmp_path, fail_write=FAILING_WRITES[name]) as (offloader, made),
+        faulty(tmp_path, DRAINED, fail_write=FAILING_WRITES[name]) as (offloader, made),
     ):
         warnings.simplefilter("always")
         assert_identical(outcome(TRAINING, Session(offloader, drained=drained)), expected)
@@ -96,14 +76,14 @@ def test_failed_writes_cost_memory_only(name: str, drained: bool, tmp_path: Path
         if drained:
             assert stats.failures > 0
             assert stats.fallbacks == stats.failures
-            assert made[0].num_writes > 0
+            assert made.num_writes > 0
     ours = [warning for warning in caught if "injected" in str(warning.message)]
     assert len(ours) == min(stats.failures, 1), "one warning, and only one, says that writing failed"
 
 
 def test_writes_fail_for_a_while(tmp_path: Path) -> None:
     """When the drive works again, so does offloading."""
-    with warnings.catch_warnings(), faulty(tmp_path, fail_write=on_calls(range(8), eio)) as (offloader, _):
+    with warnings.catch_warnings(), faulty(tmp_path, DRAINED, fail_write=on_calls(range(8), eio)) as (offloader, _):
         warnings.simplefilter("ignore", UserWarning)
         session = Session(offloader, drained=True)
         assert_identical(outcome(TRAINING, session), outcome(TRAINING, Session()))
@@ -116,7 +96,7 @@ def test_a_failed_write_keeps_nothing_alive(tmp_path: Path) -> None:
     gc.collect()
     gc.disable()
     try:
-        with warnings.catch_warnings(), faulty(tmp_path, fail_write=always(eio)) as (offloader, _):
+        with warnings.catch_warnings(), faulty(tmp_path, DRAINED, fail_write=always(eio)) as (offloader, _):
             warnings.simplefilter("ignore", UserWarning)
             x = floats(0, 64, 64).requires_grad_()
             with offloader.saved_tensors():
@@ -136,7 +116,7 @@ def test_a_failed_write_keeps_nothing_alive(tmp_path: Path) -> None:
 
 def test_a_failed_read_is_tried_again(tmp_path: Path) -> None:
     expected = outcome(TRAINING, Session())
-    with faulty(tmp_path, fail_read=on_calls([0, 4, 9], eio)) as (offloader, _):
+    with faulty(tmp_path, DRAINED, fail_read=on_calls([0, 4, 9], eio)) as (offloader, _):
         assert_identical(outcome(TRAINING, Session(offloader, drained=True)), expected)
         stats = offloader.stats
         assert stats.failures == stats.fallbacks == 3
@@ -145,11 +125,11 @@ def test_a_failed_read_is_tried_again(tmp_path: Path) -> None:
 
 def test_a_read_that_fails_twice_raises_where_somebody_waits(tmp_path: Path) -> None:
     def catches_in_the_loop() -> None:
-        with faulty(tmp_path, fail_read=always(eio)) as (offloader, made):
+        with faulty(tmp_path, DRAINED, fail_read=always(eio)) as (offloader, made):
             with pytest.raises(StorageError, match="injected") as raised:
                 chain(offloader).backward()
             assert raised.value.errno == errno.EIO
-            assert made[0].num_reads >= 2
+            assert made.num_reads >= 2
             assert offloader.stats.failures >= 1
 
     with pytest.raises(StorageError, match="injected") as again:  # who went on learns of it at the latest when closing
@@ -163,37 +143,19 @@ def test_close_does_not_hide_the_error_under_way(tmp_path: Path) -> None:
 
     with (
         pytest.raises(StorageError, match="injected") as caught,
-        faulty(tmp_path, fail_read=always(eio)) as (offloader, _),
+        faulty(tmp_path, DRAINED, fail_read=always(eio)) as (offloader, _),
     ):
         chain(offloader).backward()
     assert caught.value.__context__ is None or isinstance(caught.value.__context__, StorageError)
 
     def breaks() -> None:
-        with faulty(tmp_path, fail_write=always(enospc), delay_s=0.002) as (offloader, _):
+        with faulty(tmp_path, DRAINED, fail_write=always(enospc), delay_s=0.002) as (offloader, _):
             chain(offloader)
             raise Boom
 
     with warnings.catch_warnings(action="ignore", category=UserWarning), pytest.raises(Boom):
         breaks()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lightning_ssd")]
-
-
-def test_a_failed_read_reaches_the_thread_that_waits(tmp_path: Path) -> None:
-    """Backward in a thread of its own: the error comes out there, not in a worker."""
-    raised: list[BaseException] = []
-    with faulty(tmp_path, fail_read=always(eio)) as (offloader, _):
-
-        def backward(loss: Tensor) -> None:
-            try:
-                loss.backward()
-            except StorageError as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=backward, args=(chain(offloader),))
-        thread.start()
-        thread.join(timeout=PATIENCE_S)
-        assert [type(error) for error in raised] == [StorageError]
-        offloader.abort()
 
 
 def test_what_close_raises_of_a_failed_read_keeps_nothing_alive(tmp_path: Path) -> None:
@@ -207,7 +169,7 @@ def test_what_close_raises_of_a_failed_read_keeps_nothing_alive(tmp_path: Path) 
             loss.backward()
         offloader.close()
 
-    with faulty(tmp_path, fail_read=always(eio)) as (offloader, _):
+    with faulty(tmp_path, DRAINED, fail_read=always(eio)) as (offloader, _):
         with pytest.raises(StorageError):
             train(offloader)
         gc.collect()
@@ -219,7 +181,7 @@ def test_training_goes_on_after_a_failed_read(tmp_path: Path) -> None:
     x = floats(0, 64, 64).requires_grad_()
     (expected,) = torch.autograd.grad((x * 2).sin().exp().sum(), x)
     failing = [True]
-    with faulty(tmp_path, fail_read=lambda _: eio() if failing[0] else None) as (offloader, _):
+    with faulty(tmp_path, DRAINED, fail_read=lambda _: eio() if failing[0] else None) as (offloader, _):
         for step in range(3):
             with offloader.saved_tensors():
                 loss = (x * 2).sin().exp().sum()
@@ -259,24 +221,6 @@ def test_a_bit_has_flipped_on_the_drive(tmp_path: Path) -> None:
         offloader.abort()
 
 
-def test_without_checks_a_flipped_bit_would_change_the_result(tmp_path: Path) -> None:
-    """The two tests above can fail: the fault is real."""
-    expected = outcome(TRAINING, Session())
-    with faulty(tmp_path, corrupt_read=lambda _: True) as (offloader, _):
-        got = outcome(TRAINING, Session(offloader, drained=True))
-        with pytest.raises(AssertionError, match="the bits differ"):
-            assert_identical(got, expected)
-
-
-def test_a_slow_drive(tmp_path: Path) -> None:
-    """Every request takes 5 ms more: exact, and the waiting is counted."""
-    expected = outcome(TRAINING, Session())
-    with faulty(tmp_path, delay_s=0.005) as (offloader, _):
-        assert_identical(outcome(TRAINING, Session(offloader, drained=True)), expected)
-        assert_released(offloader)
-        assert offloader.stats.stall_s > 0
-
-
 def _random_delays(seed: int) -> Callable[[int], None]:
     generator = torch.Generator().manual_seed(seed)
     lock = threading.Lock()
@@ -294,7 +238,7 @@ def test_requests_that_overtake_each_other(seed: int, tmp_path: Path) -> None:
     """Random delays per request, so that forwarding, cancelling and urgent reads meet in many ways."""
     expected = outcome(TRAINING, Session())
     delays = _random_delays(seed)
-    with faulty(tmp_path, fail_write=delays, fail_read=delays) as (offloader, _):
+    with faulty(tmp_path, DRAINED, fail_write=delays, fail_read=delays) as (offloader, _):
         for _ in range(2):
             assert_identical(outcome(TRAINING, Session(offloader, drained=bool(seed % 2))), expected)
         assert_released(offloader)
@@ -306,7 +250,7 @@ def test_requests_that_overtake_each_other(seed: int, tmp_path: Path) -> None:
 def test_closing_while_everything_is_under_way(tmp_path: Path) -> None:
     """Queued writes are dropped, running ones end, threads and files go; the graph may die before or after."""
     loss = None
-    with faulty(tmp_path, delay_s=0.01) as (offloader, _):
+    with faulty(tmp_path, DRAINED, delay_s=0.01) as (offloader, _):
         x = floats(0, 64, 64).requires_grad_()
         with offloader.saved_tensors():
             y = x * 1
@@ -324,53 +268,3 @@ def test_closing_while_everything_is_under_way(tmp_path: Path) -> None:
         assert_identical(got, x.grad)
     del loss, y
     gc.collect()
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "is_done"),
-    [
-        pytest.param(kind, name, is_done, marks=() if number % 2 == is_done else pytest.mark.exhaustive)
-        for number, (kind, name) in enumerate(
-            [(tensor_cache, "open_saved"), (PlanCursor, "place"), (Recorder, "packed"), (Recorder, "_look")]
-        )
-        for is_done in (False, True)
-    ],
-)
-def test_an_interrupt_while_a_storage_is_added(
-    kind: Any, name: str, is_done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Caught in the middle of a forward, where the pass goes on, or around it: all bits are those of plain training."""
-    method, armed, interrupted = getattr(kind, name), [], []
-
-    def interrupts(*args: Any, **options: Any) -> Any:
-        result = method(*args, **options) if is_done or not armed else None
-        if armed:
-            interrupted.append(armed.pop())
-            raise KeyboardInterrupt
-        return result
-
-    def program(session: Session) -> list[Tensor | None]:
-        found = []
-        for step in range(6):
-            x = floats(step, 64, 64).requires_grad_()
-            with suppress(KeyboardInterrupt):
-                with session.saved():
-                    y = x * 1
-                    for number in range(6):
-                        with suppress(KeyboardInterrupt):
-                            if step == 0 and number == 3 and session.offloader is not None:
-                                armed.append(step)
-                                y.cos()
-                        y = y.sin()
-                    if step == 1 and session.offloader is not None:
-                        armed.append(step)
-                        y.cos()
-                session.backward(y.sum())
-            if step != 1:
-                found.append(x.grad)
-        return found
-
-    monkeypatch.setattr(kind, name, interrupts)
-    budget = Setup(activations="auto", max_slowdown=50.0, settled=True, activation_budget=96 << 10)
-    assert_same(program, tmp_path, setups=[budget])
-    assert interrupted == [0, 1]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity import context_programs, graph_programs
-from tests.parity.graph_programs import network
+from tests.parity.graph_programs import PROGRAMS, network
 from tests.parity.models import floats
 from tests.support.helpers import (
     DRAINED,
@@ -22,8 +21,6 @@ from tests.support.helpers import (
     open_offloader,
     outcome,
 )
-
-PROGRAMS = graph_programs.PROGRAMS | context_programs.PROGRAMS
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.parity.inplace_programs import DECIDED, RAISING, SEVERAL, finish
 from tests.parity.saved_programs import leaf
@@ -72,32 +71,6 @@ def test_an_edit_of_one_of_several_views_raises(name: str, tmp_path: Path) -> No
         assert isinstance(got, Raised)
         assert got.type == plain.type
         assert got.text == plain.text or maker_of(got.text) == ("2" if name == "chunk outputs" else "1", "Split"), got
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.float8_e5m2], ids=str)
-def test_names_the_type(dtype: torch.dtype, tmp_path: Path) -> None:
-    class Holds(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, held: Tensor) -> Tensor:
-            ctx.save_for_backward(held)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            _ = ctx.saved_tensors
-            return grad, None
-
-    def program(session: Session) -> Any:
-        a, held = leaf(), torch.zeros(40, 50, dtype=dtype)
-        with session.saved():
-            y = Holds.apply(a, held)
-        held.copy_(torch.ones(40, 50))
-        return finish(session, y, a)
-
-    assert_same(program, tmp_path, setups=(DRAINED, KEEP), raises=True, moves=False)
-    with open_offloader(tmp_path, DRAINED) as offloader:
-        got = outcome(program, Session.of(offloader, DRAINED))
-    assert f"[{dtype} [40, 50] on cpu] is at version 1; expected version 0" in got.text
 
 
 @pytest.mark.parametrize("name", ["view of a saved input that is on disk", "saved output", "chunk of constants"])

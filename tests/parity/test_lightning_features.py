@@ -1,6 +1,7 @@
 """Features of Lightning, one by one: with activations and optimizer states on SSD the bits of the plain strategy.
 
-Each with states alone, or with weights and gradients in files as well; the other of the two is exhaustive.
+Each with activations and states, or with weights and gradients as well, some with activations alone; all combinations
+are exhaustive.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ FEATURES: dict[str, tuple[Make, Settings]] = {
     "scheduler-per-epoch": (partial(nets.Scheduled, "epoch"), with_(max_epochs=5, limit_train_batches=2)),
     "scheduler-on-plateau": (nets.OnPlateau, with_()),
     "fused-optimizer": (nets.Fused, with_()),
+    "checkpointed-blocks": (partial(Net, checkpointed=True), with_()),
     "manual-optimization": (ManualNet, with_()),
     "manual-optimization-and-backward": (partial(ManualNet, through_lightning=False), with_()),
     "toggled-optimizers": (nets.Adversarial, with_(limit_val_batches=0)),
@@ -94,8 +96,12 @@ FEATURES: dict[str, tuple[Make, Settings]] = {
 
 def _rows() -> Iterator[Any]:
     for number, name in enumerate(FEATURES):
-        for turn, away in enumerate(("states", "everything")):
-            yield pytest.param(name, away, marks=() if number % 2 == turn else pytest.mark.exhaustive)
+        for away, is_default in (
+            ("states", number % 2 == 0),
+            ("everything", number % 2 == 1),
+            ("activations", number % 3 == 0),
+        ):
+            yield pytest.param(name, away, marks=() if is_default else pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(("name", "what_is_away"), list(_rows()), indirect=["what_is_away"])
@@ -175,8 +181,9 @@ def compiled(how: str) -> Net:
     return module
 
 
-@pytest.mark.parametrize("how", ["module", "blocks"])
-@pytest.mark.filterwarnings("ignore:Net is compiled as a whole")
+@pytest.mark.parametrize(
+    "how", [pytest.param("module", marks=pytest.mark.filterwarnings("ignore:Net is compiled as a whole")), "blocks"]
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("fresh_compiler")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import gc
-import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from lightning_ssd.errors import RecomputeError
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.recompute.fingerprint import Fingerprint
 from tests.parity import models
-from tests.parity.models import TRAININGS, floats, inputs, mean_square
+from tests.parity.models import TRAININGS, Perceptrons, floats, inputs, mean_square
 from tests.parity.recomputing import EVERY, NONE, SECOND, Recomputing, assert_recompute_parity
 from tests.support.helpers import (
     DRAINED,
@@ -118,57 +116,6 @@ def test_the_graph_holds_what_was_packed_and_nothing_else() -> None:
     del hidden
     assert gone() is None
     assert_identical(torch.autograd.grad(y.square().sum(), block.parameters()), expected)
-
-
-class Interrupt:
-    """Raises ``KeyboardInterrupt`` where PyTorch's checkpoint begins to save its n-th tensor."""
-
-    def __init__(self, number: int) -> None:
-        self._left = number
-
-    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_name == "pack_hook" and code.co_filename == torch.utils.checkpoint.__file__:
-            self._left -= 1
-            if not self._left:
-                raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(
-    ("activations", "number", "where"),
-    [("recompute_offload", 6, "forward"), ("recompute", 18, "forward"), ("recompute", 26, "backward")],
-)
-def test_a_blocks_interrupted_save_is_not_kept(activations: str, number: int, where: str, tmp_path: Path) -> None:
-    """Its frames hold all tensors of the step."""
-    model, interrupted, now = models.Perceptrons(num_blocks=2), [], "forward"
-
-    def step(x: torch.Tensor) -> None:
-        nonlocal now
-        with offloader.saved_tensors():
-            y = model(x)
-        now = "backward"
-        y.sum().backward()
-        offloader.end_backward()
-
-    def step_to_interrupt() -> None:
-        x = floats(0, 3, 17, 40)
-        interrupted.append(weakref.ref(x))
-        step(x)
-
-    with open_offloader(tmp_path, Setup(activations=activations, drained=False)) as offloader:
-        offloader.register_module(model)
-        before = sys.getprofile()
-        sys.setprofile(Interrupt(number))
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                step_to_interrupt()
-        finally:
-            sys.setprofile(before)
-        assert now == where
-        for _ in range(2):
-            step(floats(1, 3, 17, 40))
-        gc.collect()
-        assert interrupted[0]() is None
 
 
 # -- arguments and results -------------------------------------------------------------------------------------------
@@ -287,3 +234,88 @@ def test_a_call_that_fails_leaves_nothing(call: int, tmp_path: Path) -> None:
         del inside
         assert_released(offloader)
         assert known() is None
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant", "alternate"])
+def test_checkpoints_of_the_model(mode: str) -> None:
+    training = models.checkpointed(mode)
+    expected = outcome(training, Session())
+    for wants_inputs in (False, True):
+        session = Recomputing(EVERY, wants_inputs=wants_inputs)
+        assert_identical(outcome(training, session), expected)
+        refused = session.blocks[0].refused
+        assert len(refused) == {"reentrant": 0, "non-reentrant": 4, "alternate": 2}[mode]
+        assert all("checkpoints it by itself" in reason for reason in refused.values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_hugging_face_checkpointing(reentrant: bool) -> None:
+    def prepare(model: nn.Module) -> nn.Module:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})  # type: ignore[operator]
+        return model
+
+    training = models.gpt2_training(hidden=40, dropout=0.1, prepare=prepare)
+    assert_identical(outcome(training, Recomputing(EVERY)), outcome(training, Session()))
+
+
+def test_a_checkpoint_inside_of_a_block() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(40, 40), nn.Dropout(0.2), nn.GELU())
+            self.last = nn.Linear(40, 40)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = checkpoint(self.inner, x, use_reentrant=False)
+            assert isinstance(y, torch.Tensor)
+            return self.last(y).tanh()
+
+    training = Training(lambda: nn.Sequential(Inner(), Inner(), Inner()), inputs, mean_square)
+    expected = outcome(training, Session())
+    repeated = []
+    for chooses in (EVERY, SECOND, NONE):
+        session = Recomputing(chooses)
+        assert_identical(outcome(training, session), expected)
+        repeated.append(len(session.repeated))
+    assert repeated[0] > repeated[1] > repeated[2] > 0
+
+
+def test_hooks_of_a_block_run_once() -> None:
+    def program(session: Session) -> Any:
+        model = Perceptrons(dropout=0.2)
+        session.register(model)
+        seen: list[Any] = []
+        for number, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(lambda m, a, n=number: seen.append(("pre", n)))
+            block.register_forward_hook(lambda m, a, y, n=number: seen.append(("post", n, y.detach().sum())))
+            block.register_full_backward_pre_hook(lambda m, g, n=number: seen.append(("back-pre", n)))
+            block.register_full_backward_hook(
+                lambda m, i, o, n=number: seen.append(("back", n, i[0].sum(), o[0].sum()))
+            )
+        x = floats(0, 6, 17, 40).requires_grad_()
+        with session.saved():
+            loss = mean_square(model, {"x": x})
+        loss.backward()
+        assert len(seen) == 16
+        return seen, x.grad
+
+    assert_recompute_parity(program)
+
+
+def test_transforms_run_plainly() -> None:
+    def program(session: Session) -> Any:
+        model = Perceptrons(num_blocks=2)
+        session.register(model)
+        parameters = dict(model.named_parameters())
+        x = floats(0, 6, 40)
+
+        def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+        with nullcontext() if session.offloader is None else session.saved():
+            return torch.func.grad(loss)({name: p.detach() for name, p in parameters.items()})
+
+    expected = outcome(program, Session())
+    session = Recomputing(EVERY)
+    with session.saved():
+        assert_identical(outcome(program, session), expected)

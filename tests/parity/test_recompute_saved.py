@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.functional import rrelu
 
 from lightning_ssd.errors import OffloadError, RecomputeError
-from lightning_ssd.recompute.fingerprint import Fingerprint
 from tests.parity.models import floats
 from tests.parity.recomputing import EVERY, Recomputing
 from tests.support.helpers import Raised, Session, assert_identical, outcome
@@ -250,24 +249,3 @@ def test_another_view_of_the_same_data_is_refused(name: str) -> None:
         loss.backward()
 
     assert "Viewing.weight was given other data" in outcome(program, Recomputing(EVERY)).text
-
-
-# -- integers ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_may_be_memory_that_nobody_has_written() -> None:
-    """Seeds and offsets of attention on CUDA, which are not written without dropout, and reserved space."""
-    far = torch.zeros(3, device="meta")
-    kinds = {
-        torch.zeros(5, dtype=torch.uint8): True,
-        torch.zeros(2, dtype=torch.uint64): True,
-        torch.zeros((), dtype=torch.uint64): True,
-        torch.zeros((), dtype=torch.int64): False,
-        torch.zeros(1, dtype=torch.int64): False,
-        torch.zeros(2, dtype=torch.int64): False,
-    }
-    for tensors, seeds in (([*kinds], [*kinds.values()]), ([*kinds, far], [True, True, True, True, False, False])):
-        fingerprint = Fingerprint()
-        for tensor in tensors:
-            fingerprint.add(tensor)
-        assert [fingerprint.may_be_unwritten(index) for index in range(len(kinds))] == seeds

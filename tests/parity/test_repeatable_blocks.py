@@ -357,13 +357,6 @@ def test_what_is_out_of_sight_keeps_the_block(kind: type[Block], reason: str, tm
         assert_identical(recomputed(program, tmp_path), expected)
 
 
-def test_a_generator_at_its_end_is_no_hindrance() -> None:
-    block = Block()
-    block.parameters_once = block.parameters()  # type: ignore[assignment]
-    list(block.parameters_once)
-    assert CallState([block]).opaque is None
-
-
 class EditsTensor(Block):
     def prepare(self) -> None:
         self.sum = [torch.ones(WIDTH)]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from tests.parity.models import Perceptrons, floats
 from tests.support.helpers import SETUPS, Session, assert_same, open_offloader
@@ -39,57 +38,6 @@ def test_worker_processes_of_a_data_loader(tmp_path: Path) -> None:
         return losses, [parameter.detach() for parameter in model.parameters()]
 
     assert_same(program, tmp_path, setups=SETUPS[:2])
-
-
-def test_two_models_in_turns(tmp_path: Path) -> None:
-    """As in adversarial training: two graphs of different shape, each with its own backward."""
-
-    def program(session: Session) -> Any:
-        one, two = Perceptrons(num_blocks=2), Perceptrons(num_blocks=3, width=24)
-        shrink = nn.Linear(40, 24)
-        modules = nn.ModuleList([one, two, shrink])
-        session.register(modules)
-        optimizers = [
-            torch.optim.Adam([*one.parameters()]),
-            torch.optim.Adam([*two.parameters(), *shrink.parameters()]),
-        ]
-        for step in range(4):
-            with session.saved():
-                made = one(floats(step, 90, 40))
-                judged = two(shrink(made.detach())).square().mean()
-            session.backward(judged)
-            optimizers[1].step()
-            with session.saved():
-                fooled = two(shrink(made)).square().mean()
-            session.backward(fooled)
-            optimizers[0].step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-        return [parameter.detach() for parameter in modules.parameters()]
-
-    assert_same(program, tmp_path)
-
-
-def test_optimizer_that_calls_the_model_several_times(tmp_path: Path) -> None:
-    def program(session: Session) -> Any:
-        model = Perceptrons(num_blocks=2)
-        session.register(model)
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-        losses: list[torch.Tensor] = []
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            with session.saved():
-                loss = model(floats(0, 90, 40)).square().mean()
-            session.backward(loss)
-            losses.append(loss.detach())
-            return loss
-
-        for _ in range(2):
-            optimizer.step(closure)
-        return losses, [parameter.detach() for parameter in model.parameters()]
-
-    assert_same(program, tmp_path)
 
 
 def test_optimizer_inside_backward(tmp_path: Path) -> None:

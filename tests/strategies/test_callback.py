@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import pytorch_lightning
-import torch
 from lightning.pytorch.strategies import FSDPStrategy
 
 from lightning_ssd import HardwareProfile, OffloadCallback, OffloadMonitor, OffloadPolicy, SSDOffloadStrategy
@@ -22,7 +21,6 @@ from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.support import trainers
 from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
-from tests.support.processes import run_script
 from tests.support.second_package import over_pytorch_lightning
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in trainers.LIGHTNING_NOISE]
@@ -100,13 +98,6 @@ def test_bitwise_equal_to_the_trainer_without_it(package, tmp_path: Path, name: 
     assert all(isinstance(optimizer, OffloadedOptimizer) for optimizer in trainer.optimizers)
     assert sum(optimizer.stats.written_bytes for optimizer in trainer.optimizers) > 0
     assert_nothing_left(tmp_path)
-
-
-@pytest.mark.parametrize("activations", ["auto", "recompute_offload"])
-def test_plans_and_recomputed_blocks(tmp_path: Path, activations: str) -> None:
-    callback = offloading(tmp_path, activations=activations)
-    assert_equal_with_it(trainers, trainers.Net, callback, tmp_path, max_epochs=3)
-    assert callback._num_ended == 3 * trainers.NUM_BATCHES
 
 
 def test_a_strategy_of_the_project(package, tmp_path: Path) -> None:
@@ -290,23 +281,3 @@ def test_a_wrong_environment_is_refused(monkeypatch, tmp_path: Path, text: str, 
     monkeypatch.setenv("LIGHTNING_SSD", text)
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         callbacks_from_environment()
-
-
-# -- two processes ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-@pytest.mark.parametrize(
-    ("script", "names"),
-    [
-        ([], ["ddp", "ddp-auto", "ddp-accumulate", "ddp-manual", "fsdp2", "tensor-parallel"]),
-        pytest.param(["tests.support.second_package"], ["ddp", "fsdp2"], marks=pytest.mark.exhaustive),
-    ],
-    ids=["lightning", "pytorch_lightning"],
-)
-def test_two_processes(script: list[str], names: list[str], tmp_path: Path, forks: list[str]) -> None:
-    output = run_script(*script, "tests.support.callback_script", str(tmp_path), *names, begin=forks).stdout
-    for name in names:
-        for rank in (0, 1):
-            assert f"rank {rank}: {name} ok" in output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 from pathlib import Path
@@ -18,9 +17,9 @@ from torch.utils.data import DataLoader
 from lightning_ssd import HardwareProfile, OffloadPolicy, OffloadStats
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
-from tests.support.fabric_runs import assert_nothing_left, more_steps
 from tests.support.helpers import assert_identical
-from tests.support.loops import WINDOW, Conv, Gpt, Loop, batches, drain, make_fabric, ours
+from tests.support.leftovers import assert_nothing_left
+from tests.support.loops import WINDOW, Conv, Gpt, Loop, batches, drain, make_fabric, more_steps, ours
 from tests.support.trainers import one_thread
 
 
@@ -215,22 +214,6 @@ def test_checkpoints_go_from_and_to_plain_fabric(tmp_path):
     for path in (plain, other):
         assert_identical(resumed(make_fabric("auto"), path), expected)
         assert_identical(resumed(make_fabric(ours(tmp_path / path.stem)), path), expected)
-
-
-def test_a_checkpoint_stays_as_it_was_saved_while_training_goes_on(tmp_path):
-    fabric = make_fabric(ours(tmp_path))
-    model, optimizer = fabric.setup(net := Gpt(), torch.optim.AdamW(net.parameters(), lr=1e-2))
-    more_steps(fabric, model, optimizer, seed=1)
-    state = optimizer.state_dict()
-    before = copy.deepcopy(state)
-    more_steps(fabric, model, optimizer, seed=2)
-    assert_identical(state, before)
-    after = optimizer.state_dict()
-    fabric.save(tmp_path / "raw.ckpt", after)
-    optimizer.load_state_dict(state)
-    assert_identical(optimizer.state_dict(), before)
-    fabric.load_raw(tmp_path / "raw.ckpt", optimizer)
-    assert_identical(optimizer.state_dict(), after)
 
 
 # -- one device -------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ssd import OffloadStats
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
-from tests.support.fabric_runs import assert_nothing_left, more_steps
 from tests.support.helpers import assert_identical
-from tests.support.loops import Gpt, Loop, batches, loss_of, make_fabric, ours
+from tests.support.leftovers import assert_nothing_left
+from tests.support.loops import Gpt, Loop, batches, loss_of, make_fabric, more_steps, ours
 from tests.support.trainers import one_thread
 
 
@@ -160,21 +160,6 @@ def test_a_with_block_closes_and_setup_opens_anew(tmp_path):
     fabric.strategy.teardown()
     fabric.strategy.close()
     assert_nothing_left(tmp_path)
-
-
-def test_a_step_after_close_trains_without_us(tmp_path):
-    found = []
-    for strategy in ("auto", ours(tmp_path, states="keep")):
-        fabric = make_fabric(strategy)
-        torch.manual_seed(0)
-        model, optimizer = fabric.setup(net := Gpt(), torch.optim.AdamW(net.parameters(), lr=1e-2))
-        more_steps(fabric, model, optimizer, seed=1)
-        if found:
-            fabric.strategy.close()
-            num_saved = fabric.strategy.stats.num_saved
-        found.append(more_steps(fabric, model, optimizer, seed=2))
-    assert_identical(found[1], found[0])
-    assert fabric.strategy.stats.num_saved == num_saved > 0
 
 
 def test_who_drops_everything_leaves_nothing(tmp_path):

@@ -14,34 +14,8 @@ from lightning_ssd.activations.dtensor_hooks import shards_unwrapped
 from lightning_ssd.common.dtensor import as_piece, even_numel, local_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.checkpoint.sharded import saved_in_full
-from tests.support.processes import run_script
-
-SCENARIOS = (
-    "training",
-    "optimizers",
-    "activations",
-    "after_fit",
-    "tensor_parallel",
-    "planned",
-    "uneven",
-    "checkpoints",
-)
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-
-
-# -- two processes ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "scenarios", [SCENARIOS[:4], pytest.param(SCENARIOS[4:], marks=pytest.mark.exhaustive)], ids=" ".join
-)
-def test_two_processes(tmp_path, scenarios, forks):
-    output = run_script("tests.support.fsdp_script", str(tmp_path), *scenarios, begin=forks).stdout
-    for scenario in scenarios:
-        for rank in (0, 1):
-            assert f"rank {rank}: {scenario} ok" in output
 
 
 # -- what the strategy refuses ---------------------------------------------------------------------------------------

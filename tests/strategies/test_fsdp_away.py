@@ -27,37 +27,13 @@ from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.planning import residency
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
-from tests.support.processes import run_script
 from tests.support.trainers import make_trainer, one_thread
 
-SCENARIOS = ("frozen", "trained", "variants", "shapes", "counted", "edits", "evaluated", "checkpoints")
 WIDTH = 64
 EVERYTHING: dict[str, Any] = {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"}
 FROZEN: dict[str, Any] = {"gradients": "keep", "optimizer_states": "keep"}
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "scenarios",
-    [SCENARIOS[:2], *(pytest.param(names, marks=pytest.mark.exhaustive) for names in (SCENARIOS[2:4], SCENARIOS[4:]))],
-    ids=" ".join,
-)
-def test_two_processes(tmp_path: Path, scenarios: tuple[str, ...], forks: list[str]) -> None:
-    output = run_script("tests.support.fsdp_away_script", str(tmp_path), *scenarios, begin=forks).stdout
-    for scenario in scenarios:
-        for rank in (0, 1):
-            assert f"rank {rank}: {scenario} ok" in output
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.parametrize(("scenario", "num"), [("hybrid", 4), ("three", 3)])
-def test_more_processes(tmp_path: Path, scenario: str, num: int, forks: list[str]) -> None:
-    output = run_script("tests.support.fsdp_away_script", str(tmp_path), scenario, begin=forks).stdout
-    for rank in range(num):
-        assert f"rank {rank}: {scenario} ok" in output
 
 
 # -- one process -----------------------------------------------------------------------------------------------------
@@ -212,35 +188,6 @@ def test_a_shard_that_somebody_holds_stays(hold: str, mesh: Any, opened: Callabl
     if hold != "numpy":  # PyTorch never resizes again what NumPy has seen
         offloader.register_module(model)
         assert is_mapped(local.untyped_storage())
-
-
-@pytest.mark.parametrize(("sync", "to_none"), [(True, False), (False, True)], ids=["each, zeros", "last, none"])
-def test_accumulated_gradients(sync: bool, to_none: bool, mesh: Any, opened: Callable[..., Offloader]) -> None:
-    """Reduced after each backward, or after the last one only."""
-    found = []
-    for offloader in (None, opened()):
-        model = sharded(mesh)
-        parameters = list(model.parameters())
-        optimizer: Any = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-        if offloader is not None:
-            offloader.register_module(model)
-            optimizer = offloader.offload_optimizer(optimizer)
-        norms, in_files = [], 0
-        for step in range(6):
-            is_last = step % 2 == 1
-            model.set_requires_gradient_sync(sync or is_last)
-            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-            model(x).square().mean().backward()
-            if offloader is not None:
-                offloader.end_backward()
-            if is_last:
-                in_files += sum(is_mapped(local_of(p.grad).untyped_storage()) for p in parameters)
-                norms.append(nn.utils.clip_grad_norm_(parameters, 0.01).to_local())
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=to_none)
-        assert in_files == (0 if offloader is None else 3 * 7)
-        found.append({"norms": norms, "weights": [local.clone() for local in locals_of(model)]})
-    assert_identical(found[1], found[0])
 
 
 def test_gradients_lie_as_fsdp2_has_laid_them(mesh: Any, opened: Callable[..., Offloader]) -> None:

@@ -74,21 +74,6 @@ def test_by_class_with_nested_settings(tmp_path: Path) -> None:
     assert [str(path) for path in cli.trainer.strategy.hardware.paths] == [str(tmp_path)]
 
 
-def test_a_typo_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.yaml").write_text(
-        YAML.format(directory=tmp_path).replace("min_tensor_bytes", "min_tensor_byte")
-    )
-    with pytest.raises(SystemExit):
-        command_line("fit", "--config", str(tmp_path / "config.yaml"))
-    assert "min_tensor_byte" in capsys.readouterr().err
-
-
-def test_a_class_path_alone_is_a_name_to_lightning(tmp_path: Path) -> None:
-    words = ("--trainer.strategy", "lightning_ssd.SSDOffloadStrategy", "--trainer.logger=false")
-    with pytest.raises(ValueError, match="invalid strategy name: `strategy='lightning_ssd"):
-        command_line("fit", *words)
-
-
 @pytest.mark.parametrize(
     "package", [pytest.param("lightning.pytorch", marks=pytest.mark.exhaustive), "pytorch_lightning"]
 )

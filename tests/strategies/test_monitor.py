@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd import monitor as monitor_module
@@ -18,7 +18,7 @@ from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from lightning_ssd.telemetry.metrics import METRICS
 from lightning_ssd.telemetry.stats import describe_held
 from tests.support.patience import PATIENCE_S
-from tests.support.trainers import LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer, one_thread
+from tests.support.trainers import BAREBONES, LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer, one_thread
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 
@@ -136,27 +136,6 @@ def test_every_logger_gets_rows_and_pictures_as_it_takes_them(tmp_path):
     assert float(ours[-1]["memory/activations_saved_peak_gib"]) * 2**30 == stats.saved_peak_bytes
 
 
-def test_a_row_is_for_optimizer_steps_not_for_micro_batches(tmp_path):
-    logger = RecordingLogger()
-    trainer, _ = fit_monitored(tmp_path, logger=logger, accumulate_grad_batches=3, log_every_n_steps=1)
-    rows = logger.rows_of_ours()
-    assert [step for step, _ in rows] == [0, 1]
-    written = sum(row["io.write_gib"] for _, row in rows) * 2**30
-    assert 0 < written <= trainer.strategy.stats.bytes_written
-
-
-@pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
-@pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
-@pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones")
-def test_barebones_is_left_alone(tmp_path):
-    unset = dict.fromkeys(
-        ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary", "num_sanity_val_steps")
-    )
-    _, monitor = fit_monitored(tmp_path, barebones=True, log_every_n_steps=None, **unset)
-    assert monitor._num_batches == 0
-    assert monitor.summary is None
-
-
 def test_wandb_offline_has_rows_and_peaks_in_its_summary(tmp_path):
     wandb = pytest.importorskip("wandb")
     quiet = wandb.Settings(x_disable_stats=True, console="off", silent=True)
@@ -181,8 +160,15 @@ def test_wandb_offline_has_rows_and_peaks_in_its_summary(tmp_path):
             assert defined[metric.key]["step_metric"] == "trainer/global_step"
     (others,) = [r["metric"] for r in records if r["type"] == "metric" and "glob_name" in r["metric"]]
     assert (others["glob_name"], others["step_metric"]) == ("*", "trainer/global_step"), "W&B's own page, too"
-    (said,) = [r["summary"]["update"] for r in records if "offload/dashboard" in r.get("summary", {}).get("update", {})]
+    updates = [record.get("config", {}).get("update", {}) for record in records]
+    told = [update["lightning_ssd"] for update in updates if "lightning_ssd" in update][-1]
+    assert told["policy"]["activations"] == "offload"
+    assert told["hardware"]["paths"] == [str(tmp_path)]
+    assert {"memory_bytes", "num_cpus", "malloc", "backend"} <= set(told["machine"])
+    said = {key: value for r in records for key, value in r.get("summary", {}).get("update", {}).items()}
     assert said["offload/dashboard"] == "lightning-ssd dashboard --project test"
+    assert "activations" in said["offload/verdict"]
+    assert 0 <= said["offload/saved_pct"] <= 100
     history = [r["history"]["item"] for r in records if r["type"] == "history"]
     ours = [row for row in history if "wear/written_tb" in row]
     assert [row["trainer/global_step"] for row in ours] == [1, 3, 5]
@@ -219,18 +205,6 @@ def test_plan_keys_are_shown_from_the_first_step_on_that_followed_one(tmp_path):
         assert row["plan.predicted_step_s"] > 0
         assert row["plan.measured_step_s"] > 0
         assert row["plan.measured_peak_gib"] > 0
-
-
-@pytest.mark.filterwarnings("ignore:drive .* reaches its rated")
-def test_the_life_of_a_rated_drive_is_shown(tmp_path):
-    logger = RecordingLogger()
-    strategy = strategy_for(tmp_path, drive_endurance="100TB")
-    _, monitor = fit_monitored(
-        tmp_path, strategy=strategy, callbacks=[AllIsWritten()], logger=logger, log_every_n_steps=3
-    )
-    rows = [row for _, row in logger.rows_of_ours()]
-    assert rows[-1]["wear.drive_life_days"] > 0
-    assert "drive life " in monitor.summary
 
 
 # -- progress bar -----------------------------------------------------------------------------------------------------
@@ -394,13 +368,6 @@ def test_a_run_that_fails_before_it_trains_leaves_the_report_of_an_earlier_one(t
     assert (tmp_path / "report" / "report.json").read_text() == before
 
 
-def test_micro_batches_of_a_step_are_one_record(tmp_path):
-    monitor = OffloadMonitor(report_dir=tmp_path / "report", verdict=False)
-    fit_monitored(tmp_path, monitor, accumulate_grad_batches=3)
-    (record,) = load_report(tmp_path / "report").records
-    assert [phase.name for phase in record.phases].count("forward") == 3
-
-
 def test_a_report_that_cannot_be_written_costs_no_run(tmp_path):
     (tmp_path / "file").touch()
     monitor = OffloadMonitor(report_dir=tmp_path / "file" / "below", verdict=False)
@@ -409,14 +376,31 @@ def test_a_report_that_cannot_be_written_costs_no_run(tmp_path):
     assert monitor.summary
 
 
-@pytest.mark.parametrize("settings", [{"logger": False}, {"fast_dev_run": 2}])
+@pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
+@pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones")
+@pytest.mark.parametrize(
+    "settings", [{"logger": False}, {"fast_dev_run": 2}, BAREBONES | {"log_every_n_steps": None}], ids=str
+)
 def test_with_fewer_things_in_the_trainer(settings, tmp_path):
-    fit_monitored(tmp_path, OffloadMonitor(report_dir=tmp_path / "report", verdict=False), **settings)
+    _, monitor = fit_monitored(tmp_path, OffloadMonitor(report_dir=tmp_path / "report", verdict=False), **settings)
+    assert "barebones" not in settings or (monitor.summary, monitor._num_batches) == (None, 0)
 
 
 def test_dummies_of_a_trial_get_no_pictures(tmp_path):
     _, monitor = fit_monitored(tmp_path, fast_dev_run=3)
     assert monitor._log_of_run.records == ()
+
+
+def test_micro_batches_of_a_step_are_one_row_and_one_record(tmp_path):
+    logger, monitor = RecordingLogger(), OffloadMonitor(report_dir=tmp_path / "report", verdict=False)
+    trainer, _ = fit_monitored(tmp_path, monitor, logger=logger, accumulate_grad_batches=3, log_every_n_steps=1)
+    rows = logger.rows_of_ours()
+    assert [step for step, _ in rows] == [0, 1]
+    written = sum(row["io.write_gib"] for _, row in rows) * 2**30
+    assert 0 < written <= trainer.strategy.stats.bytes_written
+    (record,) = load_report(tmp_path / "report").records
+    assert [phase.name for phase in record.phases].count("forward") == 3
 
 
 def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch):
@@ -429,18 +413,6 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch):
     assert len([w for w in told if "could not log pictures" in str(w.message)]) == 1
     assert trainer.global_step == NUM_BATCHES
     assert monitor.summary
-
-
-def test_tensorboard_gets_rows_and_pictures(tmp_path):
-    pytest.importorskip("matplotlib", reason="needs the extra `report`")
-    module = "tensorboard.backend.event_processing.event_accumulator"
-    events = pytest.importorskip(module, reason="needs TensorBoard (the extra `see`)", exc_type=ImportError)
-    fit_monitored(tmp_path, logger=[TensorBoardLogger(tmp_path, name="", version="board"), RecordingLogger()])
-    board = events.EventAccumulator(str(tmp_path / "board"))
-    board.Reload()
-    assert set(board.Tags()["scalars"]) >= KEYS_ON_CPU
-    assert [event.step for event in board.Scalars("io/write_gib")] == [1, 3, 5]
-    assert set(board.Tags()["images"]) == {"offload/memory_over_step", "offload/transfers", "offload/lifetimes"}
 
 
 class WandbLike(dict):
@@ -461,22 +433,6 @@ class Run:
 
 
 Run.__module__ = "wandb.of.tests"
-
-
-def test_the_verdict_leaves_the_settings_in_wandb(tmp_path):
-    logger = RecordingLogger()
-    logger.experiment = Run()
-    fit_monitored(tmp_path, logger=logger, strategy=strategy_for(tmp_path, "auto"))
-    told = logger.experiment.config["lightning_ssd"]
-    assert told["policy"]["activations"] == "auto"
-    assert told["hardware"]["paths"] == [str(tmp_path)]
-    assert "torch" in told["versions"]
-    assert told["machine"]["device"] == "cpu"
-    assert {"memory_bytes", "num_cpus", "malloc", "backend"} <= set(told["machine"])
-    summary = logger.experiment.summary
-    assert "activations" in summary["offload/verdict"]
-    assert 0 <= summary["offload/saved_pct"] <= 100
-    assert summary["offload/dashboard"] == "lightning-ssd dashboard --project 'my gpt' --entity us"
 
 
 def test_a_validation_in_the_middle_of_a_step_is_no_part_of_it(tmp_path):

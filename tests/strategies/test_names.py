@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 import lightning_ssd
 from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.strategies.names import POLICIES, register, register_strategy
+from lightning_ssd.strategies.names import POLICIES, register_strategy
 from recipes.schema import SCHEMA
 from tests.support.helpers import assert_identical
 from tests.support.trainers import LIGHTNING_NOISE, Net, fit, one_thread, result
@@ -93,10 +93,3 @@ def test_a_name_of_another_strategy_is_not_taken() -> None:
     with pytest.raises(ConfigError, match=r"'ddp' belongs to lightning\.pytorch\.strategies\.ddp\.DDPStrategy already"):
         register_strategy("ddp")
     assert StrategyRegistry["ddp"]["strategy"] is DDPStrategy
-
-
-def test_registering_again_changes_nothing() -> None:
-    before = {name: dict(StrategyRegistry[name]) for name in (*NAMES, "ssd_offload_fsdp")}
-    register()
-    assert {name: dict(StrategyRegistry[name]) for name in before} == before
-    assert isinstance(StrategyRegistry.get("ssd_offload_fsdp"), lightning_ssd.SSDOffloadFSDPStrategy)

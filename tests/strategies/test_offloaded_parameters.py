@@ -20,8 +20,8 @@ from lightning_ssd.parameters import step_memory
 from lightning_ssd.parameters.device_weights import DeviceWeights
 from lightning_ssd.planning import residency
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
-from tests.support.fabric_runs import assert_nothing_left
 from tests.support.helpers import assert_identical
+from tests.support.leftovers import assert_nothing_left
 from tests.support.pairs import pairwise
 from tests.support.pretended_training import everything_there
 from tests.support.trainers import LIGHTNING_NOISE, WIDTH, Block, Net, fit, make_trainer, one_thread, result

@@ -8,8 +8,6 @@ globals().update(
         by_default=(
             "test_by_name_with_all_defaults",
             "test_plans_are_followed_and_a_budget_is_kept",
-            "test_weight_averaging",
-            "test_checkpoints_are_ordinary_ones_in_both_directions",
         ),
         but=("test_interactive_sessions",),
     )

@@ -12,7 +12,6 @@ import lightning
 import lightning_fabric
 import pytest
 import pytorch_lightning
-import torch
 
 import lightning_ssd
 from lightning_ssd import HardwareProfile, OffloadMonitor, OffloadPolicy
@@ -20,7 +19,6 @@ from lightning_ssd import pytorch_lightning as second
 from lightning_ssd.errors import ConfigError
 from tests.support.helpers import assert_identical
 from tests.support.patience import PATIENCE_S
-from tests.support.processes import run_script
 from tests.support.second_package import over_pytorch_lightning
 from tests.support.trainers import LIGHTNING_NOISE
 
@@ -88,15 +86,6 @@ print(type(pickle.load(open(sys.argv[1], 'rb'))).__mro__)
 
 
 @pytest.mark.parametrize("name", TAKERS)
-def test_a_second_taker_is_refused(name: str) -> None:
-    strategy = getattr(lightning_ssd, name)()
-    taken(name, strategy)
-    build = TAKERS[name][0].__name__
-    with pytest.raises(ConfigError, match=rf"this {name} belongs to a {build} already"):
-        taken(name, strategy)
-
-
-@pytest.mark.parametrize("name", TAKERS)
 def test_a_derived_class_is_refused_with_the_base_to_take(name: str) -> None:
     derived = type("Mine", (getattr(lightning_ssd, name),), {"__module__": __name__})
     package = TAKERS[name][0].__module__.partition(".")[0]
@@ -156,23 +145,3 @@ def test_the_monitor_logs_as_ever(tmp_path: Path) -> None:
     assert_identical(TRAINERS.result(module), TRAINERS.result(expected))
     assert "saved activations" in monitor.summary
     assert "io/write_gib" in (Path(logger.log_dir) / "metrics.csv").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-@pytest.mark.parametrize(
-    ("start_method", "names"),
-    [
-        ("popen", ("plain", "states")),
-        pytest.param("popen", ("accumulate", "manual"), marks=pytest.mark.exhaustive),
-        pytest.param("fork", ("plain",), marks=pytest.mark.exhaustive),
-    ],
-)
-def test_two_processes_train_bitwise_like_ddp(
-    start_method: str, names: tuple[str, ...], tmp_path: Path, forks: list[str]
-) -> None:
-    script = ("tests.support.second_package", "tests.support.ddp_script")
-    output = run_script(*script, str(tmp_path), start_method, *names, begin=forks).stdout
-    for name in names:
-        for rank in (0, 1) if start_method == "popen" else (0,):
-            assert f"rank {rank}: {name} ok" in output

@@ -1,18 +1,13 @@
 """``Trainer(strategy="ssd_offload")``: the bits of plain training, on one device, from checkpoints and compiled."""
 
-import inspect
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
-import lightning as L
-import lightning.pytorch.callbacks as callbacks
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import RandomSampler
 
@@ -23,9 +18,7 @@ from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
 from tests.support.patience import PATIENCE_S
 from tests.support.trainers import (
-    BAREBONES,
     LIGHTNING_NOISE,
-    LBFGSNet,
     ManualNet,
     Net,
     assert_same_training,
@@ -37,8 +30,6 @@ from tests.support.trainers import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_MARGIN: dict[str, Any] = {"margin": 0.0} if "margin" in inspect.signature(BatchSizeFinder).parameters else {}
-"""Lightning up to 2.5 has none."""
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 
 
@@ -92,52 +83,6 @@ def test_plans_are_followed_and_a_budget_is_kept(tmp_path):
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("make", "settings"),
-    [
-        pytest.param(Net, {"max_epochs": 2}, id="two-epochs-with-validation"),
-        pytest.param(Net, {"accumulate_grad_batches": 4}, id="accumulation"),
-        pytest.param(Net, {"gradient_clip_val": 0.01}, id="clipping"),
-        pytest.param(Net, {"precision": "bf16-mixed"}, id="bf16-mixed"),
-        pytest.param(Net, {"precision": "bf16-true"}, id="bf16-true"),
-        pytest.param(Net, {"precision": "64-true"}, id="64-true"),
-        pytest.param(Net, {"overfit_batches": 2, "max_epochs": 2}, id="overfit-batches"),
-        pytest.param(Net, {"detect_anomaly": True, "max_steps": 2}, id="detect-anomaly"),
-        pytest.param(Net, BAREBONES, id="barebones"),
-        pytest.param(lambda: Net(checkpointed=True), {}, id="checkpointed-blocks"),
-        pytest.param(ManualNet, {}, id="manual-two-optimizers"),
-        pytest.param(lambda: ManualNet(through_lightning=False), {}, id="manual-own-backward"),
-        pytest.param(LBFGSNet, {"max_steps": 2}, id="lbfgs"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
-@pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
-@pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones")
-@pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
-def test_bitwise_equal_to_plain_training(tmp_path, make, settings):
-    assert_same_training(make, tmp_path, **settings)
-
-
-@pytest.mark.parametrize(
-    "make_callback",
-    [
-        pytest.param(lambda: StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1), id="swa"),
-        pytest.param(
-            lambda: callbacks.WeightAveraging(),
-            id="ema",
-            marks=pytest.mark.skipif(not hasattr(callbacks, "WeightAveraging"), reason="came with Lightning 2.6"),
-        ),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-@pytest.mark.filterwarnings("ignore:Swapping scheduler")
-def test_weight_averaging(tmp_path, make_callback):
-    _, expected = fit(Net, "auto", tmp_path, max_epochs=3, callbacks=[make_callback()])
-    trainer, module = fit(Net, offload_strategy(tmp_path), tmp_path, max_epochs=3, callbacks=[make_callback()])
-    assert_identical(result(module), result(expected))
-    assert trainer.strategy.stats.bytes_saved > 0
-
-
 def test_a_step_that_returns_none_is_skipped(tmp_path):
     class Skips(Net):
         def training_step(self, batch, batch_idx):
@@ -183,13 +128,6 @@ def test_torchruns_environment_does_not_make_one_device_a_part_of_something(tmp_
     assert trainer.strategy.root_device == torch.device("cpu")
 
 
-def test_the_batch_size_finder_takes_one_device(tmp_path):
-    finder = BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=8, **NO_MARGIN)
-    trainer, module = fit(Net, offload_strategy(tmp_path), tmp_path, callbacks=[finder])
-    assert finder.optimal_batch_size == module.batch_size >= 16
-    assert trainer.strategy.stats.bytes_saved > 0
-
-
 INTERACTIVE = """
 import warnings
 warnings.simplefilter("ignore")
@@ -221,28 +159,6 @@ def test_interactive_sessions(tmp_path):
     assert "SSDOffloadStrategy(start_method='fork')" in done.stderr
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-def test_checkpoints_are_ordinary_ones_in_both_directions(tmp_path):
-    def saving(directory):
-        return {"callbacks": [ModelCheckpoint(directory, save_last=True)], "enable_checkpointing": True}
-
-    fit(Net, "auto", tmp_path, **saving(tmp_path / "plain"))
-    fit(Net, offload_strategy(tmp_path), tmp_path, **saving(tmp_path / "ours"))
-    resumed = {}
-    for source in ("plain", "ours"):
-        for strategy in ("auto", offload_strategy(tmp_path)):
-            L.seed_everything(8, verbose=False)
-            module = Net()
-            make_trainer(strategy, tmp_path, max_epochs=2).fit(module, ckpt_path=tmp_path / source / "last.ckpt")
-            resumed[source, strategy] = result(module)
-    first, *others = resumed.values()
-    for other in others:
-        assert_identical(other, first)
-
-
 # -- compiled modules -------------------------------------------------------------------------------------------------
 
 
@@ -268,18 +184,6 @@ def test_a_compiled_trunk_warns(tmp_path):
 
     with pytest.warns(UserWarning, match=r"Trunk\.blocks\.0 is compiled as a whole"):
         fit(Trunk, offload_strategy(tmp_path), tmp_path, max_steps=1)
-
-
-# PyTorch 2.15's own look at the inputs of what it compiles, with or without us.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed")
-def test_compiled_blocks_do_not_warn_and_are_exact(tmp_path):
-    class Regional(Net):
-        def __init__(self):
-            super().__init__()
-            for block in self.blocks:
-                block.compile(backend="eager")
-
-    assert_same_training(Regional, tmp_path, max_steps=2)
 
 
 @pytest.mark.filterwarnings("ignore")  # of whole modules, and of what PyTorch does while it compiles them

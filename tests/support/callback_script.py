@@ -6,14 +6,12 @@ python -m tests.support.callback_script <directory> <scenario> ...
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
@@ -24,6 +22,7 @@ from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.support.fsdp_script import Sharded, TensorParallel
 from tests.support.helpers import assert_identical
+from tests.support.processes import run_scenarios
 from tests.support.trainers import ManualNet, Net, fit, make_trainer
 
 DDP = partial(DDPStrategy, process_group_backend="gloo")
@@ -74,7 +73,6 @@ def compare(name: str, directory: Path) -> None:
         assert sum(optimizer.stats.written_bytes for optimizer in trainer.optimizers) > 0
     if name in RESUMED:
         _resume(name, directory, callback, settings)
-    print(f"rank {trainer.global_rank}: {name} ok", flush=True)
 
 
 def _resume(name: str, directory: Path, callback: OffloadCallback, settings: dict[str, Any]) -> None:
@@ -97,15 +95,7 @@ def _resume(name: str, directory: Path, callback: OffloadCallback, settings: dic
         assert_identical(other, found[0])
 
 
-def run(arguments: list[str]) -> None:
-    """As from the command line."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 64 << 10)
-        for name in arguments[1:]:
-            compare(name, Path(arguments[0]))
-
+run = partial(run_scenarios, {name: partial(compare, name) for name in SCENARIOS})
 
 if __name__ == "__main__":
     run(sys.argv[1:])

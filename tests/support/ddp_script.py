@@ -1,14 +1,12 @@
-"""Trains on two CPU processes, with Lightning's DDP strategy and with ours, and compares the bits. Run by test_ddp.py.
+"""Trains on two CPU processes, with Lightning's DDP strategy and with ours, and compares the bits.
 
-    python -m tests.support.ddp_script <directory> <start method> <scenario> ...
-
-Several scenarios share the processes, since starting these takes longer than all the training.
+python -m tests.support.ddp_script <directory> <scenario> ...
 """
 
 import os
 import sys
-import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from lightning_ssd.errors import BudgetError, ConfigError
 from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from tests.support.helpers import assert_identical
+from tests.support.processes import run_scenarios
 from tests.support.trainers import WIDTH, Block, ManualNet, Net, fit, make_trainer, offload_strategy, result
 
 
@@ -110,7 +109,7 @@ def counted() -> dict[str, Any]:
 
 
 Scenario = tuple[Callable[[], Net], Callable[[], dict[str, Any]], dict[str, Any]]
-SCENARIOS: dict[str, Scenario] = {
+LIKE_DDP: dict[str, Scenario] = {
     "plain": (Net, dict, {"max_epochs": 2}),
     "accumulate": (Net, dict, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
     "collectives": (Gathers, lambda: {"gradient_as_bucket_view": True}, {"max_steps": 1}),
@@ -121,9 +120,9 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def compare(name: str, directory: Path, start_method: str) -> None:
+def compare(name: str, directory: Path, *, start_method: str = "popen") -> None:
     """Train twice; the second time is ours."""
-    make, options, settings = SCENARIOS[name]
+    make, options, settings = LIKE_DDP[name]
     settings = {"devices": 2, **settings}
     if name == "comm-hook":  # Lightning's own strategy ignores it on a CPU
         reference = SSDOffloadStrategy(policy=OffloadPolicy(activations="keep"), **options())
@@ -149,14 +148,12 @@ def compare(name: str, directory: Path, start_method: str) -> None:
         trainer.validate(module, verbose=False)
     if name == "comm-hook":
         assert len(ours._hook[0]) > 3, "the hook was not called for every batch"
-    print(f"rank {trainer.global_rank}: {name} ok", flush=True)
 
 
 def forgotten(directory: Path) -> None:
     """Parameters without gradients, and nobody said so: our message must name our strategy."""
     with pytest.raises(RuntimeError, match=r"strategy=SSDOffloadStrategy\(find_unused_parameters=True\)"):
         fit(HalfUnused, offload_strategy(directory), directory, devices=2)
-    print(f"rank {rank_before_launch()}: forgotten ok", flush=True)
 
 
 BUDGET = 400_000
@@ -187,12 +184,11 @@ def agreed(directory: Path) -> None:
     """Each process has a budget of its own; the smaller one holds in both, as do the lower rates."""
     _, expected = fit(Agrees.__base__, DDPStrategy(start_method="popen"), directory, devices=2, max_epochs=2)
     ours = budgeted(directory / "agreed", BUDGET + 50_000 * rank_before_launch())
-    trainer, module = fit(Agrees, ours, directory, devices=2, max_epochs=2)
+    _, module = fit(Agrees, ours, directory, devices=2, max_epochs=2)
     assert_identical(result(module), result(expected))
     assert module.all == [module.mine] * 2, module.all
     assert module.mine[2] == BUDGET
     assert ours.stats.saved_peak_bytes > BUDGET
-    print(f"rank {trainer.global_rank}: agreed ok", flush=True)
 
 
 def impossible(directory: Path) -> None:
@@ -200,36 +196,32 @@ def impossible(directory: Path) -> None:
     strategy = budgeted(directory / "impossible", 20_000 if rank_before_launch() else BUDGET)
     with pytest.raises(BudgetError, match="smallest that works"):
         fit(Net, strategy, directory, devices=2)
-    print(f"rank {rank_before_launch()}: impossible ok", flush=True)
 
 
 def states(directory: Path) -> None:
     """Optimizer states on SSD, in both processes: the same bits, also after a resume from what the first one saved."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 64 << 10)
-        plain, expected = fit(Net, DDPStrategy(start_method="popen"), directory, devices=2, max_epochs=2)
-        policy = OffloadPolicy(optimizer_states="offload", min_tensor_bytes=4096)
-        hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
-        path = directory / "first.ckpt"
-        for epochs in (1, 2):
-            ours = SSDOffloadStrategy(policy=policy, hardware=hardware)
-            trainer, module = fit(Net, ours, directory, devices=2, max_epochs=epochs)
-            if epochs == 1:
-                trainer.save_checkpoint(path)
-        assert_identical(result(module), result(expected))
-        assert_identical(trainer.optimizers[0].state_dict(), plain.optimizers[0].state_dict())
-        moved = trainer.optimizers[0].stats
-        assert moved.written_bytes > moved.state_bytes > 0
-        assert moved.read_bytes > 0
-        resumed = {}
-        for strategy in (DDPStrategy(start_method="popen"), SSDOffloadStrategy(policy=policy, hardware=hardware)):
-            L.seed_everything(8, verbose=False)
-            module = Net()
-            trainer = make_trainer(strategy, directory, devices=2, max_epochs=2)
-            trainer.fit(module, ckpt_path=path)
-            resumed[type(strategy)] = result(module), trainer.optimizers[0].state_dict()
-        assert_identical(resumed[SSDOffloadStrategy], resumed[DDPStrategy])
-    print(f"rank {trainer.global_rank}: states ok", flush=True)
+    plain, expected = fit(Net, DDPStrategy(start_method="popen"), directory, devices=2, max_epochs=2)
+    policy = OffloadPolicy(optimizer_states="offload", min_tensor_bytes=4096)
+    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
+    path = directory / "first.ckpt"
+    for epochs in (1, 2):
+        ours = SSDOffloadStrategy(policy=policy, hardware=hardware)
+        trainer, module = fit(Net, ours, directory, devices=2, max_epochs=epochs)
+        if epochs == 1:
+            trainer.save_checkpoint(path)
+    assert_identical(result(module), result(expected))
+    assert_identical(trainer.optimizers[0].state_dict(), plain.optimizers[0].state_dict())
+    moved = trainer.optimizers[0].stats
+    assert moved.written_bytes > moved.state_bytes > 0
+    assert moved.read_bytes > 0
+    resumed = {}
+    for strategy in (DDPStrategy(start_method="popen"), SSDOffloadStrategy(policy=policy, hardware=hardware)):
+        L.seed_everything(8, verbose=False)
+        module = Net()
+        trainer = make_trainer(strategy, directory, devices=2, max_epochs=2)
+        trainer.fit(module, ckpt_path=path)
+        resumed[type(strategy)] = result(module), trainer.optimizers[0].state_dict()
+    assert_identical(resumed[SSDOffloadStrategy], resumed[DDPStrategy])
 
 
 class FrozenBlocks(Net):
@@ -283,7 +275,7 @@ def weights(directory: Path) -> None:
         ours = SSDOffloadStrategy(policy=policy, hardware=hardware, **options)
         found = []
         for strategy in (DDPStrategy(**options), ours):
-            trainer, module = fit(make, strategy, directory, devices=2)
+            _, module = fit(make, strategy, directory, devices=2)
             found.append(result(module))
         assert_identical(found[1], found[0])
         assert ours.stats.weights_bytes == BLOCKS_BYTES, (make, ours.stats)
@@ -291,12 +283,7 @@ def weights(directory: Path) -> None:
         for name, value in module.state_dict().items():
             first, second = module.all_gather(value)
             assert torch.equal(first, second), name
-    _refused(directory, hardware)
-    print(f"rank {trainer.global_rank}: weights ok", flush=True)
-
-
-def _refused(directory: Path, hardware: HardwareProfile) -> None:
-    """What DistributedDataParallel holds: in both processes before anything has moved."""
+    # What DistributedDataParallel holds is refused in both processes before anything has moved.
     policy = OffloadPolicy(parameters="offload", optimizer_states="offload", min_tensor_bytes=4096)
     ours = SSDOffloadStrategy(policy=policy, hardware=hardware)
     with pytest.raises(ConfigError, match=r"with 2 processes got OffloadPolicy.parameters='offload' and no frozen"):
@@ -304,26 +291,12 @@ def _refused(directory: Path, hardware: HardwareProfile) -> None:
     assert ours.offloader is None
 
 
-OTHERS = {"weights": weights, "forgotten": forgotten, "agreed": agreed, "impossible": impossible, "states": states}
-
-
-def main(directory: Path, start_method: str, *names: str) -> None:
-    """Run the scenarios in order."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    for name in names:
-        if name in OTHERS:
-            OTHERS[name](directory)
-        else:
-            compare(name, directory, start_method)
-    assert isinstance(offload_strategy(directory), SSDOffloadStrategy)
-
-
-def run(arguments: list[str]) -> None:
-    """As from the command line."""
-    L.seed_everything(0, verbose=False)
-    main(Path(arguments[0]), *arguments[1:])
-
+SCENARIOS = {
+    **{name: partial(compare, name) for name in LIKE_DDP},
+    **{f"{name} plain": partial(compare, "plain", start_method=name) for name in ("fork", "spawn")},
+    **{scenario.__name__: scenario for scenario in (weights, forgotten, agreed, impossible, states)},
+}
+run = partial(run_scenarios, SCENARIOS)
 
 if __name__ == "__main__":
     run(sys.argv[1:])

@@ -1,9 +1,7 @@
 """Trains on two CPU processes in Fabric, with its own DDP strategy and with ours, and compares the bits.
 
-    python -m tests.support.fabric_script <directory>
-    python -m tests.support.fabric_script <directory> fork
+    python -m tests.support.fabric_script <directory> <scenario> ...
 
-Run by test_fabric_ddp.py. All scenarios share the processes, since starting these takes longer than all the training.
 Ends without closing anything.
 """
 
@@ -11,8 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.helpers import assert_identical, raw_bytes
 from tests.support.loops import Conv, Gpt, Loop, batches, loss_of, make_fabric, ours
+from tests.support.processes import run_scenarios
 
 NEVER_CLOSED: list[Fabric] = []
 
@@ -111,16 +110,6 @@ def refused(directory: Path) -> None:
         fabric.setup(Gpt())
 
 
-SCENARIOS: dict[str, Callable[[Path], None]] = {
-    "gpt": lambda directory: compare(Loop(num_micro_batches=2, clip={"max_norm": 0.1}), directory),
-    "conv": lambda directory: compare(Loop(Conv), directory),
-    "uneven": uneven,
-    "collectives": collectives,
-    "checkpoint": checkpoint,
-    "refused": refused,
-}
-
-
 def digest(fabric: Fabric) -> int:
     """What a started process hands back has to be small."""
     torch.set_num_threads(1)
@@ -128,29 +117,22 @@ def digest(fabric: Fabric) -> int:
     return sum(sum(raw_bytes(value).tolist()) for value in state.values())
 
 
-def launched(directory: Path, start_method: str) -> None:
+def fork(directory: Path) -> None:
     """Processes that are started to run a function."""
-    got = make_fabric(ours(directory / "spill", start_method=start_method), devices=2).launch(digest)
-    assert got == make_fabric(DDPStrategy(start_method=start_method), devices=2).launch(digest) > 0
-    print(f"{start_method} ok", flush=True)
+    got = make_fabric(ours(directory / "spill", start_method="fork"), devices=2).launch(digest)
+    assert got == make_fabric(DDPStrategy(start_method="fork"), devices=2).launch(digest) > 0
 
 
-def main(directory: Path) -> None:
-    """Run the scenarios in order."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    for name, scenario in SCENARIOS.items():
-        scenario(directory)
-        print(f"rank {torch.distributed.get_rank()}: {name} ok", flush=True)
-
-
-def run(arguments: list[str]) -> None:
-    """As from the command line."""
-    if len(arguments) > 1:
-        launched(Path(arguments[0]), arguments[1])
-    else:
-        main(Path(arguments[0]))
-
+SCENARIOS: dict[str, Callable[[Path], None]] = {
+    "gpt": lambda directory: compare(Loop(num_micro_batches=2, clip={"max_norm": 0.1}), directory),
+    "conv": lambda directory: compare(Loop(Conv), directory),
+    "uneven": uneven,
+    "collectives": collectives,
+    "checkpoint": checkpoint,
+    "refused": refused,
+    "fork": fork,
+}
+run = partial(run_scenarios, SCENARIOS)
 
 if __name__ == "__main__":
     run(sys.argv[1:])

@@ -2,12 +2,11 @@
 
     python -m tests.support.fsdp_away_script <directory> <scenario> ...
 
-Run by test_fsdp_away.py. Each scenario compares bits: losses, gradients before clipping, weights and optimizer states.
+Each scenario compares bits: losses, gradients before clipping, weights and optimizer states.
 """
 
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from lightning_ssd import SSDOffloadFSDPStrategy
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
-from tests.support.fsdp_script import NUM_STEPS, TwoDimensional, ours, outcome, plain, small_subgroups
+from tests.support.fsdp_script import NUM_STEPS, TwoDimensional, ours, outcome, plain, resumed
 from tests.support.helpers import assert_identical
 from tests.support.process_memory import frozen_changed_at, shown_bytes
+from tests.support.processes import run_scenarios
 from tests.support.trainers import WIDTH, Block, Net, fit, make_trainer
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -53,6 +53,7 @@ class Away(Net):
 
     reshard = True
     do_gradients_wait = True
+    uses_checkpoint = False
     sharding: ClassVar[dict[str, Any]] = {}
     make_block: Callable[[int], nn.Module] = Block
 
@@ -60,6 +61,7 @@ class Away(Net):
         super().__init__()
         self.blocks = nn.ModuleList(type(self).make_block(WIDTH) for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)  # unlike that of a batch, it takes what is cast for it
+        self.checkpointed = self.uses_checkpoint
         self.gradients: list[dict[str, torch.Tensor | None]] = []
         self.num_in_files = 0
 
@@ -84,32 +86,14 @@ class Tuned(Away):
     make_block = Adapted
 
 
-class Gathered(Away):
-    reshard = False
-
-
-class TunedGathered(Tuned):
-    reshard = False
-
-
 class Half(Away):
     sharding: ClassVar[dict[str, Any]] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     }
 
 
-class TunedHalf(Tuned):
-    sharding = Half.sharding
-
-
-class OnHost(Away):
-    sharding: ClassVar[dict[str, Any]] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-
-
-class Checkpointed(Away):
-    def __init__(self) -> None:
-        super().__init__()
-        self.checkpointed = True
+def variant(base: type[Away], **attributes: Any) -> type[Away]:
+    return type(f"{base.__name__} {attributes}", (base,), attributes)
 
 
 class Uneven(Away):
@@ -190,10 +174,6 @@ class Hybrid(Away):
                 fully_shard(module, mesh=self.device_mesh, reshard_after_forward=self.reshard)
 
 
-class TunedHybrid(Hybrid):
-    make_block = Adapted
-
-
 def found_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
     return {**outcome(trainer, module), "gradients": module.gradients}
 
@@ -223,7 +203,7 @@ def compare(
 
 def frozen(directory: Path) -> None:
     """Adapters are trained. What FSDP2 gathers of frozen weights is read from files, and no step writes them."""
-    for make, activations in ((TunedHalf, "offload"), (Built, "keep")):
+    for make, activations in ((variant(Tuned, sharding=Half.sharding), "offload"), (Built, "keep")):
         compare_frozen(make, directory, activations)
 
 
@@ -247,10 +227,10 @@ def trained(directory: Path) -> None:
 
 def variants(directory: Path) -> None:
     """More models and policies of both kinds."""
-    for make, activations in ((Tuned, "keep"), (Tuned, "offload"), (TunedGathered, "offload")):
+    for make, activations in ((Tuned, "keep"), (Tuned, "offload"), (variant(Tuned, reshard=False), "offload")):
         compare_frozen(make, directory, activations)
     compare(Tuned, directory, STATES, **CLIPPED)
-    for make in (Away, Gathered, Checkpointed):
+    for make in (Away, variant(Away, reshard=False), variant(Away, uses_checkpoint=True)):
         compare(make, directory, EVERYTHING, **CLIPPED)
     compare(Away, directory, STATES)
     compare(Away, directory, EVERYTHING, precision="bf16-true")
@@ -258,7 +238,8 @@ def variants(directory: Path) -> None:
 
 def shapes(directory: Path) -> None:
     """Memory that FSDP2 pads, shares between names, or gets late."""
-    for make in (Uneven, Tied, OnHost, Meta):
+    on_host = variant(Away, sharding={"offload_policy": CPUOffloadPolicy(pin_memory=False)})
+    for make in (Uneven, Tied, on_host, Meta):
         compare(make, directory, EVERYTHING, gradient_clip_val=0.1)
     compare(Both, directory, STATES, sizes=(1, 2))
 
@@ -291,7 +272,7 @@ class Counts(L.Callback):
 
 def hybrid(directory: Path) -> None:
     """Two copies of two shards each."""
-    for make, policy in ((Hybrid, EVERYTHING), (TunedHybrid, FROZEN)):
+    for make, policy in ((Hybrid, EVERYTHING), (variant(Hybrid, make_block=Adapted), FROZEN)):
         compare(make, directory, policy, sizes=(2, 2), gradient_clip_val=0.1, accumulate_grad_batches=2)
 
 
@@ -387,32 +368,16 @@ def evaluated(directory: Path) -> None:
     assert_identical(found[1], found[0])
 
 
-class Saves(L.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 def checkpoints(directory: Path) -> None:
     """Sharded and full ones, written and read by either strategy."""
+
+    def look(trainer: L.Trainer, module: Any) -> dict[str, Any]:
+        assert (module.num_in_files > 0) is isinstance(trainer.strategy, SSDOffloadFSDPStrategy)
+        return found_of(trainer, module)
+
     for distributed in (True, False):
-        found = []
-        makers = {"plain": plain, "ours": partial(ours, directory, **EVERYTHING)}
-        for name, own in makers.items():
-            path = directory / f"{name}-{distributed}.ckpt"
-            fit(Away, own(distributed=distributed), directory, devices=2, callbacks=[Saves(path)])
-            for other in makers.values():
-                L.seed_everything(8, verbose=False)
-                module = Away()
-                trainer = make_trainer(other(distributed=distributed), directory, devices=2, max_epochs=2)
-                trainer.fit(module, ckpt_path=path, weights_only=False)
-                found.append(found_of(trainer, module))
-                assert (module.num_in_files > 0) is (other is not plain)
-        for one in found:
-            assert len(one["losses"]) == 2 * NUM_STEPS  # half of them of validation
-            assert_identical(one, found[0])
+        (one, *_) = resumed(Away, directory, ("plain", "ours"), look, distributed=distributed, **EVERYTHING)
+        assert len(one["losses"]) == 2 * NUM_STEPS  # half of them of validation
 
 
 SCENARIOS = {
@@ -420,16 +385,5 @@ SCENARIOS = {
     for scenario in (frozen, trained, variants, shapes, hybrid, three, counted, edits, evaluated, checkpoints)
 }
 
-
-def main(directory: Path, *names: str) -> None:
-    """Run the scenarios in order."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    with small_subgroups():
-        for name in names:
-            SCENARIOS[name](directory)
-            print(f"rank {RANK}: {name} ok", flush=True)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    run_scenarios(SCENARIOS, sys.argv[1:])

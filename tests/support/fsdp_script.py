@@ -1,16 +1,15 @@
 """Trains sharded models on two CPU processes, with Lightning's strategy and with ours, and compares the bits.
 
-    python -m tests.support.fsdp_script <directory> <scenario> ...
-
-Run by test_fsdp.py. All scenarios share the processes, since starting these takes longer than all the training.
+python -m tests.support.fsdp_script <directory> <scenario> ...
 """
+
+from __future__ import annotations
 
 import os
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFSDPStrategy
 from lightning_ssd.common.dtensor import as_piece
+from lightning_ssd.errors import ConfigError
 from lightning_ssd.monitor import OffloadMonitor
 from tests.support.helpers import assert_identical
-from tests.support.trainers import BATCH_SIZE, Net, Unlogged, fit, make_trainer, step_after_fit
+from tests.support.patience import PATIENCE_S
+from tests.support.processes import run_scenarios
+from tests.support.trainers import BATCH_SIZE, Block, Net, Unlogged, fit, make_trainer, step_after_fit
 
 HARDWARE: dict[str, Any] = {"allow_unsuitable_paths": True}
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
+TIMEOUT = timedelta(seconds=PATIENCE_S)  # of a collective that one process enters and the other does not
 NUM_STEPS = 3  # of an epoch, with half of the batches in each process
 
 
@@ -124,7 +127,7 @@ class Normed(torch.optim.Optimizer):
 
 
 def plain(sizes: tuple[int, int] = (2, 1), *, distributed: bool = True) -> ModelParallelStrategy:
-    return ModelParallelStrategy(*sizes, save_distributed_checkpoint=distributed)
+    return ModelParallelStrategy(*sizes, save_distributed_checkpoint=distributed, timeout=TIMEOUT)
 
 
 def ours(
@@ -139,6 +142,7 @@ def ours(
         data_parallel_size=sizes[0],
         tensor_parallel_size=sizes[1],
         save_distributed_checkpoint=distributed,
+        timeout=TIMEOUT,
     )
 
 
@@ -155,16 +159,6 @@ def outcome(trainer: L.Trainer, module: Net) -> dict[str, Any]:
         "weights": {name: part.clone() for name, part in parts(module.state_dict()).items()},
         "states": {number: parts(state) for number, state in states.items()},
     }
-
-
-@contextmanager
-def small_subgroups() -> Iterator[None]:
-    """So that states of such small models are in many subgroups, and have to leave memory."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 64 << 10)
-        # Each training tries whether slices are exact, which with hundreds of DTensors takes longer than all else.
-        patch.setattr("lightning_ssd.optimizer.step.elementwise._NUM_TINY", 20)
-        yield
 
 
 def compare(
@@ -372,15 +366,22 @@ def sorted_states(states: Any) -> Any:
 
 
 def resumed(
-    make: type[Net], directory: Path, sizes: tuple[int, int], savers: tuple[str, ...], *, distributed: bool
+    make: type[Net],
+    directory: Path,
+    savers: tuple[str, ...],
+    look: Callable[[L.Trainer, Any], dict[str, Any]] = outcome,
+    *,
+    distributed: bool,
+    sizes: tuple[int, int] = (2, 1),
+    **policy: Any,
 ) -> list[dict[str, Any]]:
     """What comes of one epoch by each saver's strategy and a second one by either strategy."""
-    strategies: dict[str, Callable[..., Strategy]] = {"plain": plain, "ours": partial(ours, directory)}
+    strategies: dict[str, Callable[..., Strategy]] = {"plain": plain, "ours": partial(ours, directory, **policy)}
     found = []
     for saver in savers:
         path = directory / f"{make.__name__}-{saver}-{distributed}.ckpt"
         strategy = strategies[saver](sizes, distributed=distributed)
-        callbacks = [Saves(path), *([Collects()] if saver == "ours" and not distributed else [])]
+        callbacks = [Saves(path), *([Collects()] if saver == "ours" and not distributed and not policy else [])]
         fit(make, strategy, directory, devices=2, max_epochs=1, callbacks=callbacks)
         assert path.is_dir() == distributed
         for load in strategies.values():
@@ -388,35 +389,107 @@ def resumed(
             module = make()
             trainer = make_trainer(load(sizes, distributed=distributed), directory, devices=2, max_epochs=2)
             trainer.fit(module, ckpt_path=path, weights_only=False)
-            found.append(outcome(trainer, module))
+            found.append(look(trainer, module))
+    for one in found[1:]:
+        assert_identical(one, found[0])
     return found
 
 
 def checkpoints(directory: Path) -> None:
     """Sharded and full ones, written and read by either strategy: whoever goes on gets the same bits."""
     for make, distributed in ((Sharded, True), (Wide, False)):
-        for one in (found := resumed(make, directory, (2, 1), ("plain", "ours"), distributed=distributed)):
-            assert_identical(one, found[0])
+        (one, *_) = resumed(make, directory, ("plain", "ours"), distributed=distributed)
         assert {float(state["step"]) for state in one["states"].values()} == {2.0 * NUM_STEPS}
-    by_plain, by_ours = resumed(TwoDimensional, directory, (1, 2), ("ours",), distributed=False)
-    assert_identical(by_ours, by_plain)
+    resumed(TwoDimensional, directory, ("ours",), distributed=False, sizes=(1, 2))
+
+
+# -- blocks that are recomputed ----------------------------------------------------------------------------------------
+
+
+class Even(Block):
+    """What the first process recomputes."""
+
+
+class Odd(Block):
+    """What the second one does."""
+
+
+class Alternating(TensorParallel):
+    """Without groups of FSDP2 both processes share each layer, and meet in its forward."""
+
+    num_recomputed = 0
+    """Calls that a plan of this process recomputes at the end."""
+
+    def __init__(self, groups: Groups | None) -> None:
+        super().__init__()
+        self.groups = groups
+        self.blocks = torch.nn.ModuleList(kind(self.width) for kind in (Even, Odd, Even, Odd))
+
+    def configure_model(self) -> None:
+        if self.groups is None:
+            super().configure_model()
+        elif not isinstance(self, FSDPModule):
+            for group in (*self.groups(self.blocks), self):
+                fully_shard(group, mesh=self.device_mesh["data_parallel"])
+
+    def on_train_end(self) -> None:
+        offloader = getattr(self.trainer.strategy, "offloader", None)
+        scheduler = None if offloader is None else offloader._parts.scheduler
+        if scheduler is not None:
+            self.num_recomputed = sum(map(len, (kind.recompute for kind in scheduler._kinds.values())))
+
+
+Groups = Callable[[torch.nn.ModuleList], list[Any]]
+WITHIN: dict[str, Groups] = {
+    "each block": list,
+    "two blocks, of which each process recomputes one": lambda blocks: [list(blocks[:2]), list(blocks[2:])],
+}
+MEETING: dict[str, Groups | None] = {
+    "layers of a block, so that it gathers": lambda blocks: [part for b in blocks for part in (b.up, b.down)],
+    "a layer, and the rest of its block": lambda blocks: [part for b in blocks for part in (b.up, b)],
+    "tensor parallel": None,
+}
+OWN = ["Odd" if RANK else "Even"]
+
+
+def recompute(groups: Groups | None, directory: Path, **policy: Any) -> int:
+    """Compare with Lightning's strategy; return how many blocks a plan recomputes."""
+    sizes, found, num = (1, 2) if groups is None else (2, 1), [], 0
+    for strategy in (plain(sizes), ours(directory, sizes, optimizer_states="keep", **policy)):
+        trainer, module = fit(partial(Alternating, groups), strategy, directory, devices=2, max_epochs=2)
+        found.append(outcome(trainer, module))
+        num = module.num_recomputed
+    assert_identical(found[1], found[0])
+    return num
+
+
+def all_blocks(directory: Path) -> None:
+    """Where all processes recompute all of them, a block may meet others in its forward."""
+    for groups in (WITHIN | MEETING).values():
+        recompute(groups, directory, activations="recompute", min_tensor_bytes=1 << 20)
+
+
+def own_blocks(directory: Path) -> None:
+    """Where each plans for itself: blocks that meet others are kept, or moved."""
+    policy = {"activations": "auto", "min_tensor_bytes": 0, "recompute_modules": OWN}
+    for groups in WITHIN.values():
+        assert recompute(groups, directory, **policy, activation_budget=760_000, wear_budget=1)
+    for groups in MEETING.values():
+        assert not recompute(groups, directory, **policy, activation_budget=300_000)
+
+
+def refused(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="would recompute different blocks"):
+        recompute(list, directory, activations="recompute", recompute_modules=OWN)
 
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (training, optimizers, activations, after_fit, tensor_parallel, planned, uneven, checkpoints)
+    for scenario in (
+        *(training, optimizers, activations, after_fit, tensor_parallel, planned, uneven, checkpoints),
+        *(all_blocks, own_blocks, refused),
+    )
 }
 
-
-def main(directory: Path, *names: str) -> None:
-    """Run the scenarios in order."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    with small_subgroups():
-        for name in names:
-            SCENARIOS[name](directory)
-            print(f"rank {RANK}: {name} ok", flush=True)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    run_scenarios(SCENARIOS, sys.argv[1:])

@@ -38,23 +38,13 @@ class LateCopies:
     is_asynchronous = True
 
     def __init__(self, *, seed: int, max_delay_s: float, honest: bool = True) -> None:
-        self._random = random.Random(seed)
-        self._max_delay_s = max_delay_s
+        draw = random.Random(seed)
         self._honest = honest
-        self._streams = {name: self._start(name) for name in ("compute", "out", "in")}
+        self._streams = {
+            name: _stream(name, lambda: time.sleep(draw.uniform(0, max_delay_s))) for name in ("compute", "out", "in")
+        }
         self.num_copies = 0
         self.waited_on: list[LateMark] = []
-
-    def _start(self, name: str) -> queue.SimpleQueue[Callable[[], None] | None]:
-        work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-
-        def run() -> None:
-            while (item := work.get()) is not None:
-                time.sleep(self._random.uniform(0, self._max_delay_s))
-                item()
-
-        threading.Thread(target=run, name=f"late-{name}", daemon=True).start()
-        return work
 
     def close(self) -> None:
         for work in self._streams.values():
@@ -272,13 +262,14 @@ class StreamOfThread(SeveralStreams):
         return self.work(lambda: None, self.current if is_here else "default")
 
 
-def _stream(name: str) -> queue.SimpleQueue[Callable[[], None] | None]:
+def _stream(name: str, before: Callable[[], object] = int) -> queue.SimpleQueue[Callable[[], None] | None]:
     work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def run() -> None:
         while (item := work.get()) is not None:
+            before()
             item()
             del item  # it holds the tensors of the copy
 
-    threading.Thread(target=run, name=f"stream-{name}", daemon=True).start()
+    threading.Thread(target=run, name=f"late-{name}", daemon=True).start()
     return work

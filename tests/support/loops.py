@@ -136,3 +136,15 @@ class Loop:
         seen["state"] = {name: value.clone() for name, value in model.state_dict().items()}
         seen["optimizer"] = optimizer.state_dict()
         return seen
+
+
+def more_steps(fabric: Fabric, model, optimizer, *, seed: int) -> dict[str, object]:
+    torch.manual_seed(seed)
+    losses = []
+    for tokens in batches(2, seed=seed):
+        loss = loss_of(model(tokens), tokens)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return {"losses": losses, "weights": [p.detach().clone() for p in model.parameters()]}

@@ -238,12 +238,8 @@ class WatchedBackend(WrappedBackend):
         self.inner.read(arena, region, offset)
 
 
-class DriveOfDevice(WrappedBackend):
+class DriveOfDevice(WatchedBackend):
     """A drive that reads and fills memory of the device by itself."""
-
-    def __init__(self, inner: Backend, device: PretendedDevice) -> None:
-        super().__init__(inner)
-        self._device = device
 
     def write(self, arena: Arena, region: Region, offset: int) -> None:
         self._device.reached_by_drive(region, is_write=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.support.patience import PATIENCE_S
@@ -36,3 +37,27 @@ def run_script(
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done
+
+
+def assert_scenarios(directory: Path, begin: Sequence[str], script: str, *names: str, num: int = 2) -> None:
+    """Run scenarios of a script, all in the same processes: starting these takes longer than all the training."""
+    done = run_script(*(f"tests.support.{word}" for word in script.split()), str(directory), *names, begin=begin)
+    wanted = [f"rank {rank}: {name} ok" for name in names for rank in range(num)]
+    assert [line for line in wanted if line not in done.stdout] == []
+
+
+def run_scenarios(scenarios: Mapping[str, Callable[[Path], None]], arguments: Sequence[str]) -> None:
+    """Run scenarios in order, as the script of one process: the arguments are a directory and their names."""
+    import pytest
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        # States of such small models are in many subgroups then, and have to leave memory.
+        patch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 64 << 10)
+        # Each training tries whether slices are exact, which with hundreds of DTensors takes longer than all else.
+        patch.setattr("lightning_ssd.optimizer.step.elementwise._NUM_TINY", 20)
+        for name in arguments[1:]:
+            scenarios[name](Path(arguments[0]))
+            print(f"rank {os.environ.get('LOCAL_RANK', '0')}: {name} ok", flush=True)
