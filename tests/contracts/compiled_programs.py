@@ -1,11 +1,10 @@
-"""Random programs beside ``torch.compile`` with real code generation, some changed after they were registered.
+"""Programs beside ``torch.compile`` with real code generation, some changed after they were registered.
 
 The graphs are few and small, so that inductor's cache has nearly all of them.
 """
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,7 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 
-__all__ = ["CHANGES", "COMPILED", "MODES", "WHEN", "CompiledProgram", "Counted", "compiler_blocker"]
+__all__ = ["CHANGES", "COMPILED", "MODES", "CompiledProgram", "Counted", "compiler_blocker"]
 
 MODES: dict[str, dict[str, Any]] = {
     "offload": {"activations": "offload"},
@@ -35,7 +34,6 @@ MODES: dict[str, dict[str, Any]] = {
         "per_parameter_optimizers": ["Compiling"],
     },
 }
-WHEN = ("before registering", "after registering", "after a step")
 WIDTH = 32
 
 
@@ -246,23 +244,6 @@ class CompiledProgram:
     is_chunked: bool = False
     optimizer: str = "AdamW"
     seed: int = 0
-
-    @classmethod
-    def random(cls, seed: int) -> CompiledProgram:
-        choice = random.Random(seed).choice
-        compiled = choice(list(COMPILED))
-        # What is changed is compiled otherwise than it was registered, or not at all.
-        changes = [name for name in CHANGES if name != "scripted" or compiled in ("nothing", "the loss")]
-        return cls(
-            compiled=compiled,
-            when=choice(WHEN),
-            change=choice(changes),
-            full=choice([True, False]),
-            has_function=choice([True, False]),
-            is_chunked=choice([True, False]),
-            optimizer=choice(["AdamW", "SGD", "Compiling"]),
-            seed=seed,
-        )
 
     def run(self, policy: dict[str, Any] | None, directory: Path) -> tuple[list[torch.Tensor], int]:
         """Train. Returns losses, gradients and weights of all steps, and how many graphs were compiled.

@@ -58,22 +58,13 @@ def test_each_change(name: str, tmp_path: Path) -> None:
     assert not is_refused or run(ModuleProgram([name], steps=4), "auto", tmp_path) == [0] * 4, "without consent"
 
 
-def fuzz(seed: int, directory: Path) -> None:
-    """One random program in one random mode."""
-    run(ModuleProgram.of_seed(seed), random.Random(seed).choice(sorted(MODES)), directory)
+MANY = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(3700)]
 
 
-def test_random_programs(tmp_path: Path) -> None:
-    for seed in range(15):
-        fuzz(seed, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3700)
-def test_many_random_programs(tmp_path: Path) -> None:
-    for seed in range(1000, 1100):
-        fuzz(seed, tmp_path)
+@pytest.mark.parametrize("seeds", [range(15), pytest.param(range(1000, 1100), marks=MANY)], ids=str)
+def test_random_programs_in_random_modes(seeds: range, tmp_path: Path) -> None:
+    for seed in seeds:
+        run(ModuleProgram.of_seed(seed), random.Random(seed).choice(sorted(MODES)), tmp_path)
 
 
 # -- it finds what it is there to find -------------------------------------------------------------------------------

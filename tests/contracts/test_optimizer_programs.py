@@ -84,12 +84,14 @@ def test_each_action_is_exact_or_refused(kind: str, spill_dir: Path) -> None:
     assert found == {name: "refused" if name in ("share", "own_step") else "equal" for name in ACTIONS}
 
 
+MANY = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(3700)]
+
+
 @pytest.mark.parametrize("host_memory", [0, 64 << 10])
-def test_random_programs_are_exact_or_refused(host_memory: int, spill_dir: Path) -> None:
-    counts = assert_never_wrong(
-        [Program.random(seed) for seed in range(host_memory, host_memory + 30)], spill_dir, host_memory=host_memory
-    )
-    assert counts["equal"] >= 10
+@pytest.mark.parametrize("num", [30, pytest.param(1_000, marks=MANY)])
+def test_random_programs_are_exact_or_refused(num: int, host_memory: int, spill_dir: Path) -> None:
+    programs = [Program.random(seed) for seed in range(host_memory, host_memory + num)]
+    assert assert_never_wrong(programs, spill_dir, host_memory=host_memory)["equal"] >= num / 3
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -186,12 +188,3 @@ def test_what_is_not_mended_is_found(name: str, spill_dir: Path, monkeypatch: py
         except Exception as error:  # as loud as it gets
             found = repr(error)
     assert found not in ("equal", "refused")
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3700)
-@pytest.mark.parametrize("host_memory", [0, 64 << 10])
-def test_many_random_programs_are_exact_or_refused(host_memory: int, spill_dir: Path) -> None:
-    programs = [Program.random(seed) for seed in range(host_memory, host_memory + 1_000)]
-    assert_never_wrong(programs, spill_dir, host_memory=host_memory)
