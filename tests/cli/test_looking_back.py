@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +154,34 @@ def test_every_panel_shows_what_there_is() -> None:
         for panel in section.panels:
             assert set(panel.keys) <= keys
             assert (panel.kind == "media") is bool(set(panel.keys) & pictures)
+
+
+def test_with_a_key_it_is_sent_and_a_refusal_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspaces = pytest.importorskip("wandb_workspaces.workspaces", reason="needs the extra `report`")
+    sent: list[Any] = []
+    refusals = [""]
+
+    def save(workspace: Any) -> Any:
+        if refusals[0]:
+            raise ValueError(refusals[0])
+        sent.append(workspace)
+        return SimpleNamespace(url=f"https://wandb/{workspace.entity}/{workspace.project}")
+
+    monkeypatch.setattr(workspaces.Workspace, "save_as_new_view", save)
+    monkeypatch.setattr("lightning_ssd.cli.dashboard.has_key", lambda: True)
+    arguments = ("dashboard", "--project", "gpt", "--entity", "us", "--json", tmp_path / "board.json")
+    assert "Not sent to W&B: --offline" in run(*arguments, "--offline").output
+    assert not sent
+    done = run(*arguments)
+    assert (done.exit_code, len(sent)) == (0, 1), done.output
+    assert "https://wandb/us/gpt" in done.output
+    assert [section.name for section in sent[0].sections] == [section.name for section in DASHBOARD]
+    refusals[0] = "permission denied"
+    done = run(*arguments)
+    assert done.exit_code == 1
+    told = on_one_line(done.stderr)
+    assert "expected W&B to take the workspace for us/gpt, and got: permission denied" in told
+    assert "--entity and an existing --project, or give --offline" in told
 
 
 def test_without_a_key_nothing_is_sent(tmp_path: Path) -> None:

@@ -238,13 +238,6 @@ def test_of_several_devices_only_what_may_wait_there_is_shown(profile: Path) -> 
     assert [row["waits"] for row in facts["waiting"]] == ["nothing", "states"]
 
 
-def test_frozen_weights_wait_by_themselves(profile: Path) -> None:
-    facts, _ = predicted("--model", "tests.support.planned_models:Adapted", *SIZES, "--hardware", profile)
-    frozen = next(row for row in facts["waiting"] if row["waits"] == "frozen weights")
-    assert frozen["written_bytes"] == 0
-    assert frozen["read_bytes"] == 2 * frozen["waiting_bytes"] == 2 * 6 * 2 * 1024 * 1024 * 4
-
-
 @pytest.mark.parametrize("budget", ["60%", "{size}"])
 def test_a_budget_is_kept(budget: str, profile: Path) -> None:
     facts, _ = predicted("--model", NET, *SIZES, "--hardware", profile)

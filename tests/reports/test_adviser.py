@@ -108,12 +108,6 @@ def test_rules(changes: dict[str, Any], words: str) -> None:
     assert told(made_report(), words) is None
 
 
-def test_what_is_unknown_or_better_than_predicted_is_no_advice() -> None:
-    """Such as a virtual disk, which no vendor rates."""
-    assert told(made_report(metrics={"wear/written_tb": 1.0}), "Nothing needs to change") is not None
-    assert told(made_report(plan={**PLAN, "measured_step_s": 1.0}), "predicted") is None
-
-
 @pytest.mark.parametrize(
     ("policy", "rung"),
     [

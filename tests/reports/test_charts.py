@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,7 +9,6 @@ import pytest
 
 from lightning_ssd.reports.charts import (
     Chart,
-    lifetimes,
     memory_over_step,
     over_run,
     overhead_over_run,
@@ -18,8 +16,7 @@ from lightning_ssd.reports.charts import (
     trade_off,
     transfers,
 )
-from lightning_ssd.reports.drawing import BAR_NAMES, COLORS
-from lightning_ssd.telemetry.step_record import Level, Move, StepRecord, Wait
+from lightning_ssd.telemetry.step_record import Level, StepRecord, Wait
 from tests.support.step_records import MIB, made_record
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -61,35 +58,6 @@ def test_gradients_are_told_apart_where_somebody_could_look() -> None:
     at = values_at(chart, 1.6)
     base = 500 - (80 + 160 + 100)  # at 0.2 s, when most of what is in use is known: 100 MiB are saved
     assert sum(value for name, value in at.items() if name != "with all activations kept") == pytest.approx(700 - base)
-
-
-def test_lanes_are_drives_and_directions_under_the_waits() -> None:
-    chart = transfers(made_record())
-    assert chart.lanes == ("training waits", "ssd 0 write", "ssd 0 read", "ssd 1 write", "ssd 1 read")
-    read = next(bar for bar in chart.bars if bar.lane == "ssd 0 read")
-    assert (read.begin, read.end) == (1.0, 1.2)
-    assert "0.52 GB/s" in read.label
-    assert [band[0] for band in chart.bands] == ["forward", "backward", "update"]
-
-
-def test_bars_that_touch_are_one() -> None:
-    moves = tuple(Move("read", "ssd", MIB, 0.001 * i, 0.001 * i + 0.001) for i in range(2000))
-    bars = [bar for bar in transfers(made_record(moves=moves)).bars if bar.role == "read"]
-    assert len(bars) == 1
-    assert (bars[0].begin, bars[0].end) == (0.0, pytest.approx(2.0))
-
-
-def test_each_life_is_covered_from_saving_to_freeing() -> None:
-    record = made_record()
-    chart = lifetimes(record)
-    assert len(chart.lanes) == len(record.lives)
-    for lane, life in zip(chart.lanes, record.lives, strict=True):
-        bars = [bar for bar in chart.bars if bar.lane == lane]
-        assert bars[0].begin == life.saved_s
-        assert bars[-1].end == life.freed_s
-        assert all(one.end == other.begin for one, other in pairwise(bars))
-    assert chart.lanes == ("0: 100.0 MiB", "1: blocks.3.mlp.1 GELU, 100.0 MiB", "2: 100.0 MiB")
-    assert "taken back" in next(bar for bar in chart.bars if bar.lane == chart.lanes[2]).label
 
 
 COSTLY = {
@@ -167,32 +135,3 @@ def test_a_sweep_is_coloured_by_mode_marked_by_model_and_begins_at_nothing() -> 
     joined = [line.get_xdata().tolist() for line in axes.lines if len(line.get_xdata()) > 1]
     assert joined == [[1.0, 4.0], [2.0, 8.0]], "the same model by one line"
     assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
-
-
-@pytest.mark.parametrize("largest", ["A", "B"])
-def test_no_line_lies_outside_of_its_picture(largest: str) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra `report`")
-    from lightning_ssd.reports.drawing import draw
-
-    rows = [
-        {"step": float(n), "a": 9.0 if largest == "A" else 1.0, "b": 1.0 if largest == "A" else 9.0} for n in (1, 2)
-    ]
-    chart = over_run(rows, [("a", "A", "activations"), ("b", "B", "keep")], title="t")
-    (axes,) = draw(chart).axes
-    bottom, top = axes.get_ylim()
-    assert bottom == 0
-    assert top >= 9
-
-
-def test_a_legend_has_the_colours_of_its_bars() -> None:
-    colors = pytest.importorskip("matplotlib.colors", reason="needs the extra `report`")
-    from lightning_ssd.reports.drawing import draw
-
-    chart = transfers(made_record())
-    (legend,) = draw(chart).legends
-    shown = {
-        text.get_text(): colors.to_hex(patch.get_facecolor())
-        for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)
-    }
-    assert shown == {BAR_NAMES[bar.role]: COLORS[bar.role] for bar in chart.bars}
-    assert len(shown) > 1

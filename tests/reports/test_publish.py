@@ -52,24 +52,6 @@ def test_wandb_gets_pictures_settings_and_a_verdict(wandb_run: Any, tmp_path: Pa
     assert len(list(media.rglob("*.png"))) == len(CHARTS)
 
 
-class _FigureWriter:
-    """What TensorBoard's writer takes."""
-
-    def __init__(self) -> None:
-        self.figures: dict[str, tuple[object, int]] = {}
-
-    def add_figure(self, tag: str, figure: object, global_step: int) -> None:
-        self.figures[tag] = figure, global_step
-
-
-def test_a_writer_of_figures_gets_still_ones() -> None:
-    figure = pytest.importorskip("matplotlib.figure", reason="needs the extra `report`")
-    writer = _FigureWriter()
-    publish_charts(CHARTS, writer, 3)
-    assert set(writer.figures) == {f"offload/{chart.key}" for chart in CHARTS}
-    assert all(isinstance(drawn, figure.Figure) and step == 3 for drawn, step in writer.figures.values())
-
-
 @pytest.mark.parametrize("experiment", [None, object(), {"log": 1}])
 def test_others_get_nothing(experiment: object) -> None:
     assert not takes_charts(experiment)

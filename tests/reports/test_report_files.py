@@ -192,9 +192,3 @@ def test_numbers_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
     report = made_report(metrics={"wear/drive_life_days": float("inf"), "io/stall_s": float("nan")})
     (tmp_path / "report.json").write_text(report.to_json())
     assert load_report(tmp_path).metrics == {}
-
-
-def test_a_size_that_is_less_than_its_last_digit_is_text(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra `report`")
-    write_report(made_report(metrics={"wear/written_tb": 1e-8}), tmp_path)
-    assert "<p>&lt;0.1 MB written so far, 0.0 MB per step." in (tmp_path / "report.html").read_text()

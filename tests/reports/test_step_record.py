@@ -18,7 +18,6 @@ from lightning_ssd.telemetry import step_record
 from lightning_ssd.telemetry.step_record import Bytes, StepRecord, StepRecorder
 from tests.support.patience import PATIENCE_S
 from tests.support.plan_trainings import gradients, loss_of, make_model
-from tests.support.step_records import made_record
 
 
 def offloader_in(directory: Path, activations: str = "offload") -> Offloader:
@@ -229,14 +228,6 @@ def test_passes_without_hooks_have_hooks_while_somebody_looks(tmp_path: Path) ->
     assert {life.fate for life in record.lives} == {"kept"}
 
 
-def test_json_gives_the_same_record() -> None:
-    record = made_record()
-    assert StepRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
-    assert record.phase_s("backward") == pytest.approx(1.0)
-    assert record.waited_s("backward") == pytest.approx(0.1)
-    assert record.waited_s("forward") == 0
-
-
 def test_of_many_changes_the_peaks_stay() -> None:
     recorder = StepRecorder(1, lambda: 5, expected_s=0.01)
     for key in range(9000):
@@ -284,23 +275,6 @@ def test_a_length_that_is_none_is_refused(tmp_path: Path) -> None:
     for expected_s in (0.0, -1.0, float("nan"), float("inf")):
         with offloader_in(tmp_path) as offloader, pytest.raises(ConfigError, match="expected_s"):
             offloader.begin_record(1, expected_s=expected_s)
-
-
-def test_phases_of_two_networks_in_one_context(tmp_path: Path) -> None:
-    """As manual optimization runs them: forward, backward and update of one, then of the other."""
-    models = make_model(), make_model()
-    with offloader_in(tmp_path) as offloader:
-        for model in models:
-            offloader.register_module(model)
-        offloader.begin_record(1)
-        with offloader.saved_tensors():
-            for number, model in enumerate(models):
-                loss_of(model, number).backward()
-                offloader.end_backward()
-        record = offloader.end_record()
-    assert record is not None
-    names = [phase.name for phase in record.phases]
-    assert names == ["data", "forward", "backward", "update", "forward", "backward", "update"]
 
 
 @pytest.mark.parametrize("activations", ["offload", "keep"])

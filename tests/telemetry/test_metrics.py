@@ -108,7 +108,6 @@ PLAN = {
     "plan/overhead_ratio": 0.04,
     "plan/recomputed_gib": GIB // 8,
 }
-AT_PEAK = [metric.key for metric in METRICS if "at_peak" in metric.key]
 DRIVES = [metric.key for metric in METRICS if metric.key.startswith("io/drive")]
 
 
@@ -226,50 +225,6 @@ def test_the_rate_of_a_drive_over_several_steps_is_all_bytes_over_all_busy_time(
     assert window.result()["io/drive1_write_gib_per_s"] == 0.5
 
 
-def test_keys_follow_the_naming_law():
-    keys = [metric.key for metric in METRICS]
-    assert len(set(keys)) == len(keys)
-    for key in keys:
-        group, name = key.split("/")
-        assert group in {"time", "memory", "io", "wear", "plan"}
-        assert name != "step"
-        assert key.replace("/", "_").isidentifier()
-        assert name.endswith(("_gib", "_s", "_ratio", "_tb", "_days", "_rank")) or name.startswith("num_")
-
-
-def test_what_has_no_number_has_no_key():
-    nothing = OffloadStats()
-    row = compute((), stats_before=nothing, stats_now=nothing, readings=MemoryReadings())
-    plan = {metric.key for metric in METRICS if metric.key.startswith("plan/")}
-    assert set(row) == {metric.key for metric in METRICS} - plan - {
-        "time/step_s",
-        "wear/drive_life_days",
-        "memory/device_peak_gib",
-        "memory/host_peak_gib",
-        "memory/worst_rank",
-        "memory/states_resident_gib",
-        "memory/host_tier_gib",
-        "memory/weights_offloaded_gib",
-        "memory/weights_resident_peak_gib",
-        "io/stall_ratio",
-        *AT_PEAK,
-        "io/overlap_ratio",
-        "io/write_gib_per_s",
-        "io/read_gib_per_s",
-        "io/busiest_drive_ratio",
-        *DRIVES,
-    }
-    assert set(row.values()) == {0}
-
-
-def test_only_what_a_plan_knows_has_a_key():
-    row = sample(plan={"plan/measured_step_s": 0.0, "plan/num_plans": 0})
-    assert {key: value for key, value in row.items() if key.startswith("plan/")} == {
-        "plan/measured_step_s": 0,
-        "plan/num_plans": 0,
-    }
-
-
 @pytest.mark.parametrize(("days", "told"), [(None, None), (math.inf, None), (0.0, 0.0), (4.6, 4.6)])
 def test_a_drive_life_is_a_number_or_absent(days, told):
     row = sample(drive_life_days=days)
@@ -298,28 +253,6 @@ def test_a_window_merges_by_the_rule_of_the_table():
     assert row["plan/predicted_step_s"] == 5
     assert row["plan/predicted_peak_gib"] == 1
     assert row["plan/num_plans"] == 4
-
-
-def test_a_step_that_moved_to_host_memory_only_has_a_say():
-    copies = (transfer("write", GIB, 0.0, 1.0, tier="host"), StallEvent(GIB, 0.5, 1.0))
-    window = MetricWindow()
-    window.add(sample(copies, before=replace(NOW, bytes_host=6 * GIB)))
-    assert window.result()["io/overlap_ratio"] == 0.5
-    assert "io/write_gib_per_s" not in window.result()
-
-
-def test_a_window_of_idle_steps_has_no_rates():
-    window = MetricWindow()
-    assert window.result() == {}
-    window.add(sample())
-    assert window.num_steps == 1
-    assert window.result() == pytest.approx(sample()), "one step changes nothing"
-    idle = sample(events=(), before=NOW)
-    window = MetricWindow()
-    window.add(idle)
-    window.add(idle)
-    assert window.result() == pytest.approx(idle)
-    assert "io/overlap_ratio" not in window.result()
 
 
 def test_rows_of_several_processes_are_merged_by_the_rule_of_the_table():
