@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 
-from lightning_ssd.common.formatting import format_sizes, pluralize
+from lightning_ssd.common.formatting import as_setting, format_sizes, pluralize
 from lightning_ssd.common.validation import parse_size
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.reports.run_report import RunReport
@@ -47,7 +47,8 @@ def _failures(report: RunReport) -> str | None:
 def _unusable(report: RunReport) -> str | None:
     if report.unusable is None or report.stat("bytes_written"):
         return None
-    mend = "Raise it" if report.unusable.startswith("wear_budget") else _OTHER_DIRECTORY
+    larger = 'Write a larger one, such as wear_budget="1.0DWPD", or leave it out'
+    mend = larger if report.unusable.startswith("wear_budget") else _OTHER_DIRECTORY
     return f"Nothing was moved to a drive, because {report.unusable}. {mend}."
 
 
@@ -153,7 +154,7 @@ def _too_small(report: RunReport) -> str | None:
     smaller = max(parse_size(policy["min_tensor_bytes"]) >> 4, 4096)
     if smaller >= parse_size(policy["min_tensor_bytes"]):
         return None
-    return f'To move smaller saved activations: min_tensor_bytes="{smaller >> 10}KiB".'
+    return f"To move smaller saved activations: min_tensor_bytes={as_setting(smaller)}."
 
 
 def _costs_more(report: RunReport) -> str | None:

@@ -47,7 +47,7 @@ def _headline(report: RunReport) -> str:
         return "nothing was offloaded: the Trainer's strategy does not offload"
     if policy["activations"] == "keep":
         return f"saved activations {format_sizes(saved)[0]}, all kept as asked" if saved else "activations are kept"
-    if policy["activations"] == "recompute" and recomputed:
+    if recomputed and (policy["activations"] == "recompute" or not report.stat("bytes_saved")):
         return f"blocks recomputed: saved activations {describe_held(saved, saved + recomputed)}"
     if not report.stat("bytes_saved"):
         others = report.optimizers or report.stat("weights_bytes")
@@ -103,7 +103,7 @@ def _drives(report: RunReport) -> str:
         share = f" ({100 * stall_s / report.step_s:.1f} %)" if report.step_s > 0 else ""
         parts.append(f"stalls {stall_s:.2g} s per step{share}")
     elif report.unusable is not None:
-        parts.append(f"nothing written, because {report.unusable}")
+        parts.append("nothing written")
     if num := int(report.stat("failures")):
         parts.append(f"{pluralize(num, 'transfer', 'transfers')} failed, {int(report.stat('fallbacks'))} made good")
     if (days := report.metrics.get("wear/drive_life_days")) is not None:

@@ -73,6 +73,14 @@ def test_before_a_pass_has_ended_the_peak_is_all_there_is() -> None:
             "keep these settings",
         ),
         (
+            {
+                "stats": {"recomputed_bytes": 32 * MIB, "num_kept_small": 7},
+                "policy": {**POLICY, "activations": "recompute_offload"},
+            },
+            "blocks recomputed: saved activations 32.0 -> 0.0 MiB (100 % saved)",
+            'min_tensor_bytes="64KiB"',
+        ),
+        (
             {"policy": {**POLICY, "activations": "recompute"}},
             "no block was recomputed: saved activations 2.93 GiB",
             "keep these settings",
@@ -113,6 +121,11 @@ def test_before_a_pass_has_ended_the_peak_is_all_there_is() -> None:
             {"stats": {**STATS, "settled_peak_bytes": 3000 * MIB}, "unusable": "wear_budget allows this process 1 MB"},
             "because wear_budget allows this process 1 MB",
             'activations="offload".',
+        ),
+        (
+            {"policy": {**POLICY, "min_tensor_bytes": "1GiB"}, "stats": {"num_kept_small": 7}},
+            "none has min_tensor_bytes='1GiB' or more",
+            'min_tensor_bytes="64MiB"',
         ),
     ],
 )
