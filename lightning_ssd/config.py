@@ -49,10 +49,11 @@ def from_section(kind: type[_T], found: object, section: str) -> _T:
 
 def _names_settings(kind: type[_T]) -> type[_T]:
     """Let the ``TypeError`` for a name that is no setting of a dataclass tell the nearest one, and all."""
-    init, names = kind.__init__, [one.name for one in fields(kind)]  # type: ignore[arg-type, misc]  # a dataclass
+    init: Any = kind.__init__
+    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]  # a dataclass
 
     @functools.wraps(init)
-    def __init__(self: _T, **settings: Any) -> None:
+    def __init__(self: object, **settings: Any) -> None:
         for name in (one for one in settings if one not in names):
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"Did you mean {near[0]!r}? " if near else ""
@@ -60,7 +61,7 @@ def _names_settings(kind: type[_T]) -> type[_T]:
             raise TypeError(f"{got}. {hint}Settings are {', '.join(names)}")
         init(self, **settings)
 
-    kind.__init__ = __init__  # type: ignore[misc]
+    kind.__init__ = __init__  # type: ignore[method-assign]
     return kind
 
 
