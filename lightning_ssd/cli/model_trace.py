@@ -103,11 +103,12 @@ def trace_model(
     except Exception as error:  # whatever the user's own code raises when it is run without data
         said = str(error).strip().partition("\n")[0]
         raise CommandError(
-            "a model whose forward and backward do not depend on the values of its tensors",
+            "a model that runs with tensors without values, on a batch that it takes",
             f"{type(error).__name__}: {said}",
             'where a batch is none of {"input_ids", "labels"}, (tokens, tokens), (tokens,) and tokens, name a '
-            "DataModule with --data, or give the model example_batch(batch, sequence); or measure instead: train some "
-            "steps with OffloadPolicy(activations='keep') and read the monitor's summary",
+            "DataModule with --data, or give the model example_batch(batch, sequence); where forward or backward "
+            "depends on values, measure instead: train some steps with OffloadPolicy(activations='keep') and read the "
+            "verdict",
         ) from error
 
 

@@ -136,7 +136,8 @@ def plan(
         rows = list(_modes(task, limit, problems))
         found = {mode: prediction for mode, prediction, _ in rows}
         sizes = _largest(task, batch, sequence) if find_largest else {}
-    answer = _answer(task, found, limit)
+    within = {mode: one for mode, one in found.items() if limit is None or one.peak_bytes <= limit}
+    answer = _answer(task, within, limit) if within else ""
     if as_json:
         typer.echo(json.dumps({**_as_json(task, rows, problems), "answer": answer, "largest": sizes}, indent=2))
     else:

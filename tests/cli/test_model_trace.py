@@ -208,7 +208,7 @@ def test_a_function_can_be_compiled_after_it_was_traced() -> None:
 
 @pytest.mark.parametrize(
     ("name", "match"),
-    [("NeedsValues", "do not depend on the values"), ("NoLoss", "a loss with gradients")],
+    [("NeedsValues", "where forward or backward depends on values"), ("NoLoss", "a loss with gradients")],
 )
 def test_what_cannot_be_traced_is_refused(name: str, match: str) -> None:
     with pytest.raises(CommandError, match=match):

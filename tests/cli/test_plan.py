@@ -242,7 +242,9 @@ def test_of_several_devices_only_what_may_wait_there_is_shown(profile: Path) -> 
 def test_a_budget_is_kept(budget: str, profile: Path) -> None:
     facts, _ = predicted("--model", NET, *SIZES, "--hardware", profile)
     limit = int(0.6 * facts["model"]["saved_peak_bytes"])
-    _, rows = predicted("--model", NET, *SIZES, "--hardware", profile, "--budget", budget.format(size=f"{limit}B"))
+    facts, rows = predicted("--model", NET, *SIZES, "--hardware", profile, "--budget", budget.format(size=f"{limit}B"))
+    assert 'activations="keep"' not in facts["answer"], "it exceeds the budget"
+    assert "OffloadPolicy(activations=" in facts["answer"]
     assert rows["auto"]["peak_bytes"] <= limit
     assert rows["auto, blocks"]["peak_bytes"] <= limit
     assert rows["auto, blocks"]["step_s"] <= 1.01 * rows["auto"]["step_s"]
@@ -253,6 +255,7 @@ def test_a_budget_that_no_plan_keeps_is_told_with_the_least_one(profile: Path) -
     assert done.exit_code == 1
     assert "expected a budget of at least" in said(done)
     assert "keep" in done.stdout, "what can be predicted is"
+    assert "OffloadPolicy(" not in done.stdout, "no policy keeps the budget"
     assert "auto" not in done.stdout.partition("life")[2].partition("Predicted")[0]
 
 
