@@ -286,7 +286,7 @@ class HardwareProfile:
 
     paths: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] = ()
     """Directories, one per drive. Empty: ``$LIGHTNING_SSD_PATHS`` (separated by ``os.pathsep``), else the Trainer's
-    default root directory, else a temporary directory."""
+    default root directory, in Fabric the current directory, else the temporary directory."""
 
     backend: Literal["auto", "kvikio", "posix"] = "auto"
     """How bytes reach a file: "auto" uses kvikio for a GPU with GPUDirect Storage, else posix."""
