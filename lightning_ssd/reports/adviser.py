@@ -131,7 +131,8 @@ def _next_rung(report: RunReport) -> list[str]:
     if any(policy[name] != "keep" for name in names) or nbytes <= max(report.settled_bytes, _MIB):
         return []
     usual, wanted = asdict(OffloadPolicy()), {**policy, **dict.fromkeys(names, "offload")}
-    changed = {name: value for name, value in wanted.items() if value != usual[name]}
+    # An empty tuple is a list once a report was read from its file.
+    changed = {name: value for name, value in wanted.items() if (value or None) != (usual[name] or None)}
     line = ", ".join(f"{k}={json.dumps(v) if isinstance(v, str) else v}" for k, v in changed.items())
     sizes = format_sizes(nbytes, report.settled_bytes)
     return [f"For less memory offload {part} ({sizes[0]}; saved activations {sizes[1]}): OffloadPolicy({line})."]

@@ -112,7 +112,7 @@ def test_rules(changes: dict[str, Any], words: str) -> None:
     ("policy", "rung"),
     [
         (
-            {"activations": "offload", "max_slowdown": 1.5, "optimizer_states": "keep"},
+            {"activations": "offload", "max_slowdown": 1.5, "optimizer_states": "keep", "recompute_modules": []},
             "offload optimizer states (37.0 MiB; saved activations 11.0 MiB): "
             'OffloadPolicy(activations="offload", optimizer_states="offload", max_slowdown=1.5).',
         ),
