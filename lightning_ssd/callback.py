@@ -17,10 +17,12 @@ from typing_extensions import override
 from lightning_ssd._both_packages import callback_of_both_packages
 from lightning_ssd.activations.dtensor_hooks import unwrapped_within
 from lightning_ssd.common.dtensor import is_shard
+from lightning_ssd.common.validation import expect
 from lightning_ssd.config import HardwareProfile, OffloadPolicy, from_section
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.strategies.batch_signature import signature_of
+from lightning_ssd.strategies.default_monitor import DefaultMonitor
 from lightning_ssd.strategies.names import POLICIES
 from lightning_ssd.strategies.session import (
     OffloadSession,
@@ -60,13 +62,21 @@ class OffloadCallback(Callback):
     Args:
         policy: says what is offloaded; default: ``OffloadPolicy()``.
         hardware: says where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
+        log_metrics: log to the Trainer's loggers, and print the verdict, as the strategies do.
 
     Raises:
         ConfigError: the policy offloads weights or gradients.
     """
 
-    def __init__(self, policy: OffloadPolicy | None = None, *, hardware: HardwareProfile | None = None) -> None:
+    def __init__(
+        self,
+        policy: OffloadPolicy | None = None,
+        *,
+        hardware: HardwareProfile | None = None,
+        log_metrics: bool = True,
+    ) -> None:
         self.policy, self.hardware = check_options(policy, hardware)
+        self.log_metrics = expect("OffloadCallback.log_metrics", log_metrics, bool, "True or False")
         refuse_weights("OffloadCallback", self.policy)
         self._session: OffloadSession | None = None
         self._put_back: Callable[[], None] | None = None  # while the strategy's methods are replaced
@@ -151,6 +161,8 @@ class OffloadCallback(Callback):
         self._put_back = put_back
         # The model is on its device by now, in its precision, and wrapped or cut.
         self._session.offloader.open(pl_module)
+        if self.log_metrics:
+            DefaultMonitor().attach(trainer)  # behind this callback, whose turn it is
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

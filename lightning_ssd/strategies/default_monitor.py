@@ -1,12 +1,10 @@
-"""Log the metrics of offloading when the user gave the Trainer a logger but no ``OffloadMonitor``."""
+"""Log the metrics of offloading when the Trainer has a logger but no ``OffloadMonitor``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
 from lightning_ssd.monitor import OffloadMonitor
@@ -35,11 +33,11 @@ class DefaultMonitor(OffloadMonitor):
     def attach(self, trainer: pl.Trainer) -> None:
         """Add this to the Trainer's callbacks if there is a logger, and no other monitor."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        is_read = any(not isinstance(logger, DummyLogger) for logger in trainer.loggers)
+        is_read = any(not _is_named(logger, "DummyLogger") for logger in trainer.loggers)
         if not is_read or trainer.barebones or any(isinstance(one, OffloadMonitor) for one in callbacks):
             return
         # Lightning keeps checkpoints last, so that they see the effects of other callbacks.
-        index = next((i for i, one in enumerate(callbacks) if isinstance(one, Checkpoint)), len(callbacks))
+        index = next((i for i, one in enumerate(callbacks) if _is_named(one, "Checkpoint")), len(callbacks))
         callbacks.insert(index, self)
 
     @override
@@ -53,3 +51,8 @@ class DefaultMonitor(OffloadMonitor):
     def _detach(self, trainer: pl.Trainer) -> None:
         # A new list, because Lightning is iterating over the other one.
         trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
+
+
+def _is_named(value: object, name: str) -> bool:
+    """Tell whether a class of that name, of either package, is among the value's classes."""
+    return any(base.__name__ == name for base in type(value).__mro__)

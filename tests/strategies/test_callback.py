@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning_ssd import HardwareProfile, OffloadCallback, OffloadMonitor, Offl
 from lightning_ssd.callback import callbacks_from_environment
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
+from lightning_ssd.strategies.default_monitor import DefaultMonitor
 from tests.support import trainers
 from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
@@ -164,6 +166,31 @@ def test_the_monitor_tells_of_it(package, tmp_path: Path) -> None:
     package[1].fit(package[1].Net, "auto", tmp_path, callbacks=[offloading(tmp_path), monitor])
     assert "saved activations" in monitor.summary
     assert "optimizer states: at most" in monitor.summary
+
+
+@pytest.mark.parametrize("log_metrics", [True, False])
+def test_a_logger_is_enough_for_numbers_and_verdict(
+    log_metrics: bool, package: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback, seen = offloading(tmp_path), []
+
+    class Watched(package[1].Net):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            seen.extend(type(one) for one in self.trainer.callbacks)
+
+    callback.log_metrics = log_metrics
+    logger = package[0].loggers.CSVLogger(tmp_path / "csv")
+    checkpoint = package[0].callbacks.ModelCheckpoint(tmp_path / "checkpoints", save_last=True)
+    settings = {"callbacks": [callback, checkpoint], "enable_checkpointing": True}
+    with caplog.at_level(logging.INFO):
+        trainer, _ = package[1].fit(Watched, "auto", tmp_path, logger=logger, log_every_n_steps=1, **settings)
+    told = "io/stall_s" in Path(logger.log_dir, "metrics.csv").read_text(), "lightning_ssd: " in caplog.text
+    assert told == (log_metrics, log_metrics)
+    assert (DefaultMonitor in seen) is log_metrics
+    assert issubclass(seen[-1], package[0].callbacks.ModelCheckpoint), "it sees the effects of others"
+    assert DefaultMonitor not in map(type, trainer.callbacks)
+    saved = torch.load(checkpoint.last_model_path, weights_only=False)
+    assert not [key for key in saved["callbacks"] if "Monitor" in key]
 
 
 # -- its life ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from lightning_ssd import HardwareProfile, OffloadMonitor, OffloadPolicy
+from lightning_ssd import HardwareProfile, OffloadCallback, OffloadMonitor, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies.default_monitor import DefaultMonitor
 from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
@@ -142,7 +142,9 @@ def test_after_a_failed_run_and_in_the_next_one(tmp_path):
     assert trainer.callbacks == before
 
 
-@pytest.mark.parametrize(("strategy", "wrong"), [(SSDOffloadStrategy, None), (SSDOffloadFSDPStrategy, "yes")])
+@pytest.mark.parametrize(
+    ("strategy", "wrong"), [(SSDOffloadStrategy, None), (SSDOffloadFSDPStrategy, "yes"), (OffloadCallback, 1)]
+)
 def test_the_switch_is_on_or_off(strategy, wrong):
     with pytest.raises(ConfigError, match=rf"{strategy.__name__}\.log_metrics={wrong!r} is .* type bool"):
         strategy(log_metrics=wrong)
