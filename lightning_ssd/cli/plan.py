@@ -159,7 +159,13 @@ def plan(
 
 
 def _modes(task: _Task, budget_bytes: int | None, problems: list[str]) -> Iterator[tuple[str, Prediction, int]]:
-    """Yield each way to treat activations, as the simulator predicts it for one device, and its recomputed blocks."""
+    """Yield each way to treat activations, as the simulator predicts it for one device, and its recomputed blocks.
+
+    Args:
+        task: the model and the machine.
+        budget_bytes: for the planned ones; ``None``: the lowest peak within the default slowdown.
+        problems: gets what no plan can do.
+    """
     trace, tiers = task.model.trace, task.tiers
     blocks = frozenset(recomputable(trace))
     yield "keep", _kept(trace, tiers), 0

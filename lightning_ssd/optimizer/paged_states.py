@@ -59,7 +59,16 @@ class Visit:
 
 
 class PagedStates:
-    """The states of an optimizer by parameter, most of them on drives."""
+    """The states of an optimizer by parameter, most of them on drives.
+
+    Args:
+        inner_step: calls the optimizer.
+        optimizer: the user's optimizer, with all its groups.
+        files: files for the states.
+        master_weights: the optimizer updates float32 copies of half-precision parameters, offloaded with the states.
+        events: log that stalls are added to.
+        updating: returns a context for the update of a subgroup, given its parameters and those of the next subgroup.
+    """
 
     def __init__(
         self,
@@ -227,7 +236,13 @@ class PagedStates:
             )
 
     def update(self, visits: Sequence[Visit], whole: WholeStep | None, groups: Groups) -> None:
-        """Fetch, update and flush every subgroup of a step; the last ones stay in memory."""
+        """Fetch, update and flush every subgroup of a step; the last ones stay in memory.
+
+        Args:
+            visits: the subgroups, in the order of the step.
+            whole: the step of a declared optimizer; ``None``: it is a known one.
+            groups: the optimizer's groups. A declared one gets those without a gradient in its first call.
+        """
         self.partition.align_gradients()
         order = [visit.index for visit in visits]
         here = set(self.store.in_memory())

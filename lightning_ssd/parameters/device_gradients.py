@@ -41,6 +41,10 @@ class DeviceGradients:
 
     Note [whose gradient]: its parameter alone may have the tensor, where no class is asked: no graph, no other
     parameter. Else it stays. Objects of Python may have it, since its class tells of each use.
+
+    Args:
+        tiers: where they wait.
+        min_nbytes: smaller ones stay.
     """
 
     def __init__(self, tiers: WeightTiers, *, min_nbytes: int) -> None:
@@ -164,7 +168,13 @@ class _Accumulated:
 
 
 class _GradientMemory(DeviceMemory):
-    """The memory of one gradient."""
+    """The memory of one gradient.
+
+    Args:
+        number: of the parameter whose gradient it is.
+        gradient: what autograd has made.
+        door: see :class:`DeviceMemory`.
+    """
 
     def __init__(self, number: int, gradient: torch.Tensor, *, door: GradientPager, **options: Any) -> None:
         super().__init__(storage_of(gradient), [gradient], door=door, **options)

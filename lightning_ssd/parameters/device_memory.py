@@ -40,6 +40,15 @@ class DeviceMemory:
 
     The pager's lock guards all of it. ``resize_``, marks and changes of class are the training thread's: they belong to
     its stream.
+
+    Args:
+        storage: whose memory it is. Held weakly.
+        tensors: all parameters that lie in it. Held weakly.
+        tiers: that take the bytes; the first one with room does.
+        copies: between the device and the host.
+        lock: the pager's.
+        door: what brings the weight back for those who use it outside of its unit.
+        label: for messages.
     """
 
     def __init__(

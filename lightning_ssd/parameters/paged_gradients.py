@@ -42,6 +42,12 @@ class PagedGradients:
 
     Note [whose memory]: a gradient is exchanged only if its parameter alone has it: neither the tensor nor its
     memory. The memory of one step's gradient serves the next one's, unless the program still has the old one.
+
+    Args:
+        files: where they wait.
+        min_nbytes: smaller ones stay.
+        waits: whether that of a parameter may wait, asked when its module is registered; ``None``: all may.
+        freed: told, before any waits, how much will.
     """
 
     def __init__(

@@ -70,6 +70,11 @@ class Weight(Generic[Memory]):
 class Unit(Generic[Memory]):
     """Weights that are brought in together: those of a block, of a module outside of all blocks, or shards that are
     gathered together.
+
+    Args:
+        number: of the unit.
+        name: for messages.
+        user: module or group of FSDP2's that uses it, if that is known. Held weakly.
     """
 
     def __init__(self, number: int, name: str, user: object | None) -> None:

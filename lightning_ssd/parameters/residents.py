@@ -54,7 +54,13 @@ class Needs:
     """That states wait in."""
 
     def coming_bytes(self, trained_bytes: int, waiting_bytes: int, here_bytes: int) -> int:
-        """Gradients and states to come."""
+        """Gradients and states to come.
+
+        Args:
+            trained_bytes: of all weights that are trained.
+            waiting_bytes: of those whose gradients are counted with them.
+            here_bytes: gradients that there are already.
+        """
         states = _STATES_PER_WEIGHT * trained_bytes
         if trained_bytes and not self.keeps_states:
             states = update_bytes(states, self.num_directories) + self.state_bytes
@@ -104,6 +110,10 @@ class Residents:
     between steps, when these have shown what else takes memory.
 
     At first gradients and optimizer states are counted before there are any, as AdamW would have them.
+
+    Args:
+        needs: of training.
+        gauge: reads the memory that they stay in.
     """
 
     def __init__(self, needs: Needs, gauge: Gauge) -> None:
@@ -161,7 +171,13 @@ class Residents:
         return _names_of(members, stays)
 
     def reconsider(self, module: nn.Module, movable: Sequence[MovableWeights], *, spare_bytes: int) -> frozenset[str]:
-        """Decide on one module again."""
+        """Decide on one module again.
+
+        Args:
+            module: it was decided on before.
+            movable: see :meth:`choose`.
+            spare_bytes: memory that is left, below 0 that is lacking: see :func:`reconsider_residents`.
+        """
         members = _members(movable)
         units = [self._unit(held) for held in members]
         stays = [not all(weights.waits for weights in held) for held in members]
@@ -252,6 +268,12 @@ class Residents:
         """Whether the budget has room for what is in memory where all weights wait that can.
 
         Optimizer states are not counted: the optimizer is not known yet.
+
+        Args:
+            others_bytes: what the process holds besides these weights.
+            gradient_bytes: to come, that stay.
+            used_bytes: of weights that wait, what is in memory at a time.
+            staying_bytes: of weights that are trained and cannot wait.
         """
         budget, least = self._needs.memory_budget, others_bytes + gradient_bytes + used_bytes
         if budget is None or least <= budget:
@@ -275,7 +297,14 @@ class Residents:
         weight_bytes: int = 0,
         coming_bytes: int = 0,
     ) -> MemoryOutlook:
-        """Read the gauge, and return what it says with these facts of :class:`MemoryOutlook`."""
+        """Read the gauge, and return what it says with these facts of :class:`MemoryOutlook`.
+
+        Args:
+            shown_bytes: of weights in memory that shows a file, and leaves when they wait.
+            waiting_bytes: of weights that show a file: what of them is in the page cache only fills free memory.
+            weight_bytes: see :class:`MemoryOutlook`.
+            coming_bytes: see there.
+        """
         budget = self._needs.memory_budget
         return MemoryOutlook(
             held_bytes=self.gauge.held_bytes(),

@@ -30,6 +30,10 @@ class Reduction(MethodPatch):
     """Tells when a group's gradients have been spread over the processes.
 
     Not a hook of the parameters: there FSDP2 itself still holds the gradient.
+
+    Args:
+        group: FSDP2's.
+        reduced: called with it.
     """
 
     __slots__ = ("_reduced",)

@@ -71,6 +71,11 @@ class _WatchedFile:
 
     After the file is closed, writes are dropped. PyTorch writes the end of an interrupted archive from a destructor in
     C++, where an error would end the process. The end of a complete archive is written before.
+
+    Args:
+        stream: the file.
+        line: the status line.
+        total_bytes: approximate number of bytes to come; 0: unknown.
     """
 
     def __init__(self, stream: BinaryIO, line: StatusLine, total_bytes: int) -> None:

@@ -36,6 +36,10 @@ class ForwardContextPatch(MethodPatch):
 
     The context is outside of compiled code: of a module that was compiled in place (``module.compile()``), which has
     another entry, and of one whose ``forward`` is compiled (``torch.compile(module)``).
+
+    Args:
+        module: the module, held weakly, because it holds this object.
+        around: a bound method. Its object is held weakly; when it is dropped, the module gets its own forward back.
     """
 
     __slots__ = ("_function", "_owner")

@@ -31,7 +31,13 @@ def ddp_arguments(*, broadcast_buffers: bool | None, **others: Any) -> dict[str,
 
 
 def check_launch(strategy: Any, takes_it: str, device: torch.device) -> None:
-    """Before processes are started, refuse devices and policies with which no model can be trained."""
+    """Before processes are started, refuse devices and policies with which no model can be trained.
+
+    Args:
+        strategy: a strategy of ours for one device, or several with ``DistributedDataParallel``.
+        takes_it: the class that has taken it, "Trainer" or "Fabric".
+        device: the device of this process.
+    """
     name, num_processes = type(strategy).__name__, strategy.num_nodes * strategy.num_processes
     if device.type not in device_types():  # a trial would start the device before a launch
         raise ConfigError(

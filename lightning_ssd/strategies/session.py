@@ -132,7 +132,13 @@ class OffloadSession:
 
 
 class FitSession(OffloadSession):
-    """The session of a Trainer's strategy, from one ``setup`` for ``fit`` to the next."""
+    """The session of a Trainer's strategy, from one ``setup`` for ``fit`` to the next.
+
+    Args:
+        owner: the strategy; it is read now, and not kept.
+        trainer: the Trainer before ``fit``.
+        meets_others: as in :class:`OffloadSession`, once :attr:`is_set_up`. Before, all processes act alike.
+    """
 
     def __init__(self, owner: Any, trainer: pl.Trainer, *, meets_others: Callable[[], bool]) -> None:
         directory = trainer.default_root_dir

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import pytorch_lightning
+import torch
 from lightning.pytorch.strategies import FSDPStrategy
 
 from lightning_ssd import HardwareProfile, OffloadCallback, OffloadMonitor, OffloadPolicy, SSDOffloadStrategy

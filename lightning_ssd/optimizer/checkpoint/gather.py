@@ -61,6 +61,11 @@ class TensorSpool:
     for the next collection, when the last of the tensors is dropped.
 
     If the drives have no room, tensors stay in memory. An error would make the other processes wait for ever.
+
+    Args:
+        files: the drives.
+        store: the store of the optimizer's states; it gives space back.
+        nbytes: space to reserve in addition to that of the states.
     """
 
     def __init__(self, files: StateFiles, store: StateStore, nbytes: int) -> None:

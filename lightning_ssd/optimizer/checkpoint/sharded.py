@@ -52,7 +52,14 @@ class _LazyStates(Mapping[Any, State]):
 
 
 def saved_in_directory(path: Path, number: int, module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return a state dictionary for ``optimizer`` from a directory that all processes have written together."""
+    """Return a state dictionary for ``optimizer`` from a directory that all processes have written together.
+
+    Args:
+        path: the directory.
+        number: the optimizer's number among all saved optimizers.
+        module: the module whose parameters the optimizer has.
+        optimizer: gives the order of the parameters.
+    """
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
@@ -75,7 +82,15 @@ def saved_in_directory(path: Path, number: int, module: torch.nn.Module, optimiz
 def saved_in_full(
     checkpoint: Mapping[str, Any], path: Path, number: int, module: torch.nn.Module, optimizer: Optimizer
 ) -> dict[str, Any]:
-    """Return a state dictionary for ``optimizer`` from a checkpoint with full tensors; each process takes its part."""
+    """Return a state dictionary for ``optimizer`` from a checkpoint with full tensors; each process takes its part.
+
+    Args:
+        checkpoint: result of ``torch.load``; with ``mmap=True`` its tensors cost no memory.
+        path: the file of the checkpoint, for errors.
+        number: the optimizer's number among all saved optimizers.
+        module: the module whose parameters the optimizer has.
+        optimizer: gives the order of the parameters.
+    """
     states = checkpoint.get("optimizer_states", ())
     if len(states) <= number:
         raise ConfigError(_missing(path, number))

@@ -28,6 +28,10 @@ class Snapshot:
     """The stored states of all parameters at one moment.
 
     Flush first, because states in memory that are newer than the drive's copy are copied in memory.
+
+    Args:
+        partition: says which parameter's state is in which subgroup.
+        store: the store of the subgroups.
     """
 
     def __init__(self, partition: Partition, store: StateStore) -> None:

@@ -24,6 +24,11 @@ def saved_states(
 
     Its hooks find the true states in ``optimizer.state``, and their edits there take effect.
 
+    Args:
+        optimizer: the user's optimizer.
+        inner_step: lends the snapshot's states to the optimizer.
+        snapshot: returns the states, which do not change while training goes on.
+
     Raises:
         RuntimeError: a hook has edited a tensor of the dictionary, which is a copy, so that training would not see it.
     """

@@ -35,7 +35,15 @@ _TRIED_RATE = 1e-3
 
 
 class UpdateProbe:
-    """Runs one trial per group, type, device and kind of kernels; later parameters of this kind get the same answer."""
+    """Runs one trial per group, type, device and kind of kernels; later parameters of this kind get the same answer.
+
+    Args:
+        inner: calls the optimizer.
+        optimizer: the user's optimizer; its groups and states do not change.
+        is_elementwise: whether the optimizer is known to update every element by itself.
+        has_master: returns whether the optimizer updates a float32 copy of a parameter.
+        state_of: returns the state of a parameter.
+    """
 
     def __init__(
         self,

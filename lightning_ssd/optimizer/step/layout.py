@@ -74,7 +74,15 @@ class Layout:
 
     @classmethod
     def of(cls, states: Sequence[State], device: torch.device, block_bytes: int, paged: Sequence[bool]) -> Layout:
-        """Lay out the tensors of the parts' states that can be moved."""
+        """Lay out the tensors of the parts' states that can be moved.
+
+        Args:
+            states: the state of each part.
+            device: device of the tensors to move; others stay in memory.
+            block_bytes: unit that the total is rounded up to.
+            paged: whether the tensors of each part begin at a page, so that slices of one tensor can be mapped side by
+                side.
+        """
         fields, end = [], 0
         for part, state in enumerate(states):
             unit = PAGE_BYTES if paged[part] else _LINE_NBYTES
@@ -120,7 +128,13 @@ class Layout:
 
 
 def settled(state: State, storage: torch.UntypedStorage | None, device: torch.device) -> State:
-    """Return a state whose unmoved tensors have their own memory, because the subgroup's memory is reused."""
+    """Return a state whose unmoved tensors have their own memory, because the subgroup's memory is reused.
+
+    Args:
+        state: the state after a call.
+        storage: memory of the subgroup, which the state's tensors were in before.
+        device: device of the tensors that are moved.
+    """
     moving = {id(value) for value in state.values() if moves(value, device)}
     return moved_out(state, storage, except_for=moving)
 
@@ -147,6 +161,12 @@ def is_unchanged(before: State, after: State, device: torch.device, *, is_cut: b
     """Return whether two states are equal bit for bit, with their keys in the same order.
 
     Values that are not moved have to be the same objects, because the program may edit an equal one later.
+
+    Args:
+        before: a state.
+        after: another state.
+        device: device of the tensors that are moved.
+        is_cut: the states are those of a slice, which has copies of all values that slices share.
     """
     if list(before) != list(after):
         return False

@@ -93,7 +93,14 @@ class Partition:
         is_sliceable: Callable[[torch.Tensor], bool],
         make_room: Callable[[int], None] = lambda num: None,
     ) -> None:
-        """Add parameters: all of them or, if it is interrupted, none."""
+        """Add parameters: all of them or, if it is interrupted, none.
+
+        Args:
+            parameters: parameters that are not in the partition yet.
+            element_bytes: returns the bytes of states per element of a parameter.
+            is_sliceable: returns whether slices of a parameter may be updated.
+            make_room: called first, with the number of new subgroups.
+        """
         first = len(self.parameters)
         expected = [element_bytes(parameter) for parameter in parameters]
         sizes = []

@@ -31,6 +31,11 @@ class WholeStep:
 
     Each call begins with the plain attributes, options and shared states from before the step. All calls have to change
     them in the same way.
+
+    Args:
+        optimizer: the user's optimizer.
+        closure: returns the result of the user's closure to each call; ``None``: the step has no closure.
+        shared: the optimizer's states under keys that are no parameters, such as a count of steps.
     """
 
     def __init__(self, optimizer: Optimizer, closure: Callable[[], Any] | None, shared: Mapping[Any, Any]) -> None:
@@ -68,7 +73,13 @@ class WholeStep:
         self.note("attributes", self._before, after | deleted)
 
     def note(self, place: Any, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
-        """Note the changes of one call."""
+        """Note the changes of one call.
+
+        Args:
+            place: "attributes", "shared states", or the number of a parameter group.
+            before: values before the call.
+            after: values after the call.
+        """
         own = {k: v for k, v in after.items() if k not in ("params", "param_names")}
         changed = {k: v for k, v in own.items() if k not in before or not same(before[k], v)}
         known = self._changes.setdefault(place, changed)

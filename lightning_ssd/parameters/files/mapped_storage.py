@@ -131,7 +131,15 @@ class MappedStorage(ABC):
 
 
 class FiledStorage(MappedStorage):
-    """In a file of ours. The mapping is shared with it: what is written to the memory goes there."""
+    """In a file of ours. The mapping is shared with it: what is written to the memory goes there.
+
+    Args:
+        view: the memory.
+        arena: has the file.
+        extent: where in the file.
+        nbytes: of the storage.
+        start: where in the extent it begins.
+    """
 
     def __init__(self, view: FileView, arena: Arena, extent: Extent, nbytes: int, *, start: int = 0) -> None:
         super().__init__(view, start, nbytes)

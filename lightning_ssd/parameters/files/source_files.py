@@ -38,7 +38,12 @@ _TICK_S = 0.02
 
 
 class SourceFile:
-    """One file, open for reading."""
+    """One file, open for reading.
+
+    Args:
+        fd: of it, ours from now on.
+        path: for messages.
+    """
 
     def __init__(self, fd: int, path: Path) -> None:
         self.fd = fd
@@ -90,7 +95,14 @@ class _State(NamedTuple):
 
 
 class SourceStorage(MappedStorage):
-    """In a file of the user's."""
+    """In a file of the user's.
+
+    Args:
+        source: the file.
+        offset: in the file.
+        nbytes: of the storage.
+        verify: bytes that were read are compared with those that there are now.
+    """
 
     def __init__(self, source: SourceFile, offset: int, nbytes: int, *, verify: bool) -> None:
         start = offset % PAGE_BYTES

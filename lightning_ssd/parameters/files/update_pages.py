@@ -49,6 +49,10 @@ class UpdatePages:
     Where memory has no room for what waits, the system begins to write what was updated at once. Otherwise it would
     look for room a little later, and then write all that has changed: also what is being updated, which changes again
     and would be written twice.
+
+    Args:
+        files: where weights and gradients wait.
+        room: memory that may be filled by what waits.
     """
 
     def __init__(self, files: WeightFiles, room: HostRoom) -> None:

@@ -38,7 +38,13 @@ class _Files:
 
 
 class WeightFiles:
-    """Two files in each directory, one of them for what changes; each weight lies in one of them, in turn."""
+    """Two files in each directory, one of them for what changes; each weight lies in one of them, in turn.
+
+    Args:
+        backend: writes them. Its files have the bytes as they are.
+        directories: where.
+        first: directory that the first weight goes to.
+    """
 
     def __init__(self, backend: Backend, directories: Sequence[Path], *, first: int = 0) -> None:
         self._backend = backend
@@ -126,7 +132,13 @@ class WeightFiles:
             self._backend.write(arena, Region(block.data_ptr(), block.nbytes), offset)
 
     def map_new(self, nbytes: int, start: int = 0, *, changes: bool = True) -> FiledStorage:
-        """Memory that shows a part of a file with arbitrary bytes."""
+        """Memory that shows a part of a file with arbitrary bytes.
+
+        Args:
+            nbytes: of the memory.
+            start: where in its pages it begins.
+            changes: whether it is for weights that are trained, or gradients.
+        """
         arena, extent = self._allocate(self._changing if changes else self._still, start + nbytes)
         try:
             return FiledStorage(_shown(arena, extent), arena, extent, nbytes, start=start)
