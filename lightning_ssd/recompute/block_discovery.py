@@ -32,8 +32,6 @@ def find_blocks(module: nn.Module, class_names: Sequence[str] = ()) -> dict[str,
     Raises:
         ConfigError: no module is of a class of these names.
     """
-    if isinstance(class_names, str):
-        class_names = (class_names,)
     chosen = _instances(module, frozenset(class_names)) if class_names else _repeated(module)
     return {name: block for name, block in module.named_modules() if block in chosen}
 

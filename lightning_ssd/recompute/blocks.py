@@ -295,9 +295,10 @@ class _Wrapper(MethodPatch):
                 called = Called(module, self.__wrapped__, inputs, (args, kwargs), self._block, state)
                 if wants_recompute:
                     return recompute(called, observer.block_recomputed)
-                is_tried = type(module) in self._kinds.trials
-                result, watched = watch(called, None if is_tried else observer.block_tried)
-                self._kinds.trials.setdefault(type(module), watched)
+                has_trial = type(module) in self._kinds.trials
+                result, watched = watch(called, None if has_trial else observer.block_tried)
+                if watched.is_on_trial:
+                    self._kinds.trials[type(module)] = watched
                 self._watched.append(watched)
                 return result
             finally:

@@ -157,12 +157,13 @@ class Watched:
     Attributes:
         reason: why it had better not be; ``None``: nothing speaks against it, as far as is known. What others have
             edited is known once backward has reached the call, as a repetition would have met it.
-        is_tried: whether it was run again then, so that ``reason`` holds for other blocks of its class, too.
+        is_on_trial: whether it is to run again then: backward needs something that it has saved.
+        is_tried: whether it did, so that ``reason`` holds for other blocks of its class, too.
     """
 
     def __init__(self, called: Called) -> None:
         self.reason: str | None = None
-        self.is_tried = False
+        self.is_on_trial = self.is_tried = False
         self._block = called.block
         self._inputs = _probes_of(called.inputs)
         self._is_over = self._is_looked_at = False
@@ -191,14 +192,13 @@ class Watched:
         """Note what differs in a repetition."""
         try:
             repeat()
+            self.is_tried = True
         except RecomputeError:
-            self.reason = self._block.changed
+            self.reason, self.is_tried = self._block.changed, True
             _log.info("blocks of the class %s are kept, since one was run again: %s", self._block.kind, self.reason)
         except Exception as error:
-            if _ran_out(error):
-                return  # which says nothing of the block, and what backward needs was kept
-            raise
-        self.is_tried = True
+            if not _ran_out(error):  # which says nothing of the block, and what backward needs was kept
+                raise
 
 
 def watch(called: Called, told: Callable[[float, float], None] | None = None) -> tuple[Any, Watched]:
@@ -235,6 +235,7 @@ def watch(called: Called, told: Callable[[float, float], None] | None = None) ->
         with saved_tensors_hooks(_copied, _as_it_is):  # its inputs go past the hooks: other passes do not save them
             result = call.begin(called.inputs)
         edits, has_met = call.edits, call.has_met
+        watched.is_on_trial = bool(holders)
     watched.settle(edits, has_met=has_met)
     return result, watched
 
@@ -471,4 +472,6 @@ def _as_it_is(tensor: Any) -> Any:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return it over a copy of its storage: else the program would be found to hold what it lets go in other passes."""
-    return TensorSpec.of(tensor).view(tensor.untyped_storage().clone()) if is_plain(tensor) else tensor
+    if not is_plain(tensor):
+        return tensor
+    return TensorSpec.of(tensor).view(tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
