@@ -1,10 +1,8 @@
 """Training under plans: exact while plans come, change and are departed from; its numbers are those of the run."""
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -79,9 +77,6 @@ def test_the_drive_changes_in_mid_run(tmp_path, monkeypatch):
     assert num_before >= 1
     assert num_steps < most, f"no plan was made anew in {most} steps"
     assert_identical(offloaded, outcome(trains(num_steps), Session()))
-
-
-Step = Callable[[Session, nn.Module, int], Any]
 
 
 def steps(num, step_of, make=make_model, *, num_added=1):

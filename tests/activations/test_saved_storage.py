@@ -1,10 +1,14 @@
 """Single transitions of one saved storage that no ordinary pass goes through in a fixed order."""
 
+from __future__ import annotations
+
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.activations.saved_storage import SavedStorage, open_saved
+from lightning_ssd.activations.saved_storage import Lease, SavedStorage, open_saved
 from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import VersionProbe
 from lightning_ssd.memory.pools import ReloadPool
@@ -34,22 +38,22 @@ class _Stored:
     is_complete = True
     is_freed = False
 
-    def __init__(self, tier):
+    def __init__(self, tier: object) -> None:
         self.tier = tier
 
 
 class HooksThatKeepNothing:
-    def enter(self, current):
+    def enter(self, current: SavedPass) -> None:
         """Nobody counts."""
 
-    def leave(self, current):
+    def leave(self, current: SavedPass) -> None:
         """Nobody counts."""
 
-    def hooks_of(self, current):
+    def hooks_of(self, current: SavedPass) -> Any:
         return lambda tensor: None, lambda packed: None
 
 
-def record_of(tensor, cls=SavedStorage):
+def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> SavedStorage:
     storage, accounting = tensor.untyped_storage(), MemoryAccounting()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saved_storage, "SavedStorage", cls)
@@ -61,22 +65,22 @@ def record_of(tensor, cls=SavedStorage):
     return record
 
 
-LEASES = []
+LEASES: list[Lease] = []
 """What a graph would hold."""
 
 
 @pytest.fixture(autouse=True)
-def no_leases():
+def no_leases() -> Iterator[None]:
     yield
     LEASES.clear()
 
 
-def test_a_write_is_wanted_until_it_is_taken_back_or_nobody_can_ask_again():
+def test_a_write_is_wanted_until_it_is_taken_back_or_nobody_can_ask_again() -> None:
     for is_freed in (False, True):
         tensor, tier = torch.arange(16.0), _Roomy()
         record = record_of(tensor)
         with record.accounting.lock:
-            SavedStorage.queue_writes([record], tier)
+            SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
         assert record.write_begins() is not None
         assert record.is_wanted()
         if is_freed:
@@ -102,8 +106,8 @@ class _Interrupted(SavedStorage):
     meanwhile: Callable[[], object] | None
 
     @property
-    def state(self):
-        value = SavedStorage.state.__get__(self)
+    def state(self) -> State:  # type: ignore[override]
+        value: State = SavedStorage.state.__get__(self)  # type: ignore[attr-defined]
         meanwhile = getattr(self, "meanwhile", None)
         if meanwhile is not None and self.accounting.lock.acquire(blocking=False):
             self.meanwhile = None
@@ -114,34 +118,34 @@ class _Interrupted(SavedStorage):
         return value
 
     @state.setter
-    def state(self, value):
-        SavedStorage.state.__set__(self, value)
+    def state(self, value: State) -> None:
+        SavedStorage.state.__set__(self, value)  # type: ignore[attr-defined]
 
 
 class _Roomy:
     name = "ssd"
     freed = 0
 
-    def write_all(self, requests):
+    def write_all(self, requests: Sequence[object]) -> list[bool]:
         return [True] * len(requests)
 
-    def read(self, *args, **kwargs):
+    def read(self, *args: object, **kwargs: object) -> object:
         return object()
 
-    def free(self, stored):
+    def free(self, stored: object) -> None:
         self.freed += 1
 
 
-def test_nobody_takes_a_storage_back_while_its_write_begins():
+def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
     """Else the worker would take the memory from whoever has just been given it."""
     tensor, tier = torch.arange(16.0), _Roomy()
     record = record_of(tensor, _Interrupted)
     with record.accounting.lock:
-        SavedStorage.queue_writes([record], tier)
-    taken = []
-    record.meanwhile = lambda: taken.append(record.forward())
+        SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
+    taken: list[bool] = []
+    record.meanwhile = lambda: taken.append(record.forward())  # type: ignore[attr-defined]
     storage = record.write_begins()
-    record.meanwhile = None
+    record.meanwhile = None  # type: ignore[attr-defined]
     assert storage is not None
     assert record.state is State.WRITING
     if not taken:  # it had to wait for the lock, and comes now
@@ -155,11 +159,11 @@ def test_nobody_takes_a_storage_back_while_its_write_begins():
 
 
 @pytest.mark.parametrize("error", [None, OSError("gone")])
-def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error):
+def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error: OSError | None) -> None:
     """Else another storage would be written there, and read in its place."""
     record, tier = record_of(torch.arange(16.0)), _Roomy()
     with record.accounting.lock:
-        SavedStorage.queue_writes([record], tier)
+        SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
     storage = record.write_begins()
     record.write_ended(_Stored(tier), None)
     assert record.state in AWAY
@@ -172,18 +176,18 @@ def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error):
     assert record.state is State.FREED
 
 
-def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier():
+def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier() -> None:
     """Its worker would begin the write that the other tier was asked for, and fill in where its own bytes are."""
 
     class Interrupted(_Roomy):
-        def write_all(self, requests):
+        def write_all(self, requests: Sequence[object]) -> list[bool]:
             raise KeyboardInterrupt
 
     record = record_of(torch.arange(16.0))
     with record.accounting.lock:
         assert record.can_be_evicted
         with pytest.raises(KeyboardInterrupt):
-            SavedStorage.queue_writes([record], Interrupted())
+            SavedStorage.queue_writes([record], Interrupted())  # type: ignore[arg-type]
         assert not record.can_be_evicted
     assert record.write_begins() is None
     record.write_ended(None, None)
@@ -195,13 +199,13 @@ def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier():
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_state_alone_tells_what_there_is():
+def test_the_state_alone_tells_what_there_is() -> None:
     """Whatever happens in whatever order: a copy, a read under way, memory that counts."""
     for seed in range(40):
         check_random_events(seed)
 
 
-def check_random_events(seed):
+def check_random_events(seed: int) -> None:
     dice, tier = random.Random(seed), _Roomy()
     held = [torch.arange(16.0)]  # by somebody else, until he lets go
     record = record_of(held[0])
@@ -222,7 +226,7 @@ def check_random_events(seed):
         else:
             with accounting.lock:
                 if event == "send" and record.can_be_evicted:
-                    SavedStorage.queue_writes([record], tier)
+                    SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
                 elif event == "forward" and dice.random() < 0.3:
                     assert record.forward() is (record.state in READY)
                 elif event == "read" and record.state in AWAY:
@@ -246,23 +250,23 @@ def check_random_events(seed):
 # -- Ctrl-C while a lease dies -----------------------------------------------------------------------------------------
 
 
-def test_a_death_runs_no_python_and_is_noted_all_the_same():
+def test_a_death_runs_no_python_and_is_noted_all_the_same() -> None:
     """A ``KeyboardInterrupt`` in Python code that runs when something dies would be lost."""
     tier = _Roomy()
     record = record_of(torch.arange(16.0))
     with record.accounting.lock:
-        SavedStorage.queue_writes([record], tier)
+        SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
     assert record.write_begins() is not None
     record.write_ended(_Stored(tier), None)
     assert record.state in AWAY
-    calls = []
+    calls: list[object] = []
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, arg: calls.append((event, frame.f_code.co_qualname)))
     try:
         del LEASES[0]
     finally:
         sys.setprofile(before)
-    assert [call for call in calls if call[0] == "call"] == []
+    assert [call for call in calls if call[0] == "call"] == []  # type: ignore[index]
     with record.accounting.lock:
         record.accounting.settle()
     assert record.state is State.FREED
@@ -270,7 +274,7 @@ def test_a_death_runs_no_python_and_is_noted_all_the_same():
     assert not record.accounting.watched
 
 
-def test_counts_are_right_again_after_an_interrupt():
+def test_counts_are_right_again_after_an_interrupt() -> None:
     record = record_of(torch.arange(16.0))
     accounting = record.accounting
     accounting.counters.resident_bytes, accounting.saved_bytes, accounting.num_live, accounting.ahead_bytes = (
@@ -297,17 +301,17 @@ class _LostDevice:
 
     stream = None
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.asked, self.lost = threading.Event(), threading.Event()
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         self.asked.set()
         assert self.lost.wait(PATIENCE_S)
         raise RuntimeError("injected: the device is lost")
 
 
 @pytest.fixture(params=["ssd", "host"])
-def tier(request, spill_dir):
+def tier(request: pytest.FixtureRequest, spill_dir: Path) -> Iterator[SsdTier | HostTier]:
     if request.param == "host":
         with closing(HostTier(1 << 20, HostCopies(), pin=False, events=EventLog())) as host:
             yield host
@@ -319,13 +323,13 @@ def tier(request, spill_dir):
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "forwarded", "freed"])
-def test_a_write_that_never_began_is_counted_down_once(meanwhile, tier):
+def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: SsdTier | HostTier) -> None:
     """By whoever takes it back, or by the worker; twice, and a budget would not wait for the next write."""
     tensor, mark = torch.arange(4096.0), _LostDevice()
     record = record_of(tensor)
     accounting = record.accounting
     with accounting.lock:
-        record.produced = mark
+        record.produced = mark  # type: ignore[assignment]
         SavedStorage.queue_writes([record], tier)
         assert len(accounting.writes) == 1
     assert mark.asked.wait(PATIENCE_S)
@@ -348,7 +352,7 @@ def test_a_write_that_never_began_is_counted_down_once(meanwhile, tier):
         assert len(accounting.writes) == 0
 
 
-def test_what_an_operation_may_still_fill_does_not_leave():
+def test_what_an_operation_may_still_fill_does_not_leave() -> None:
     record = record_of(torch.arange(16.0))
     record.home = SavedPass(HooksThatKeepNothing())
     with record.home:
@@ -361,7 +365,7 @@ def test_what_an_operation_may_still_fill_does_not_leave():
     assert record.can_be_evicted
 
 
-def check(is_so):
+def check(is_so: bool) -> None:
     assert is_so
 
 

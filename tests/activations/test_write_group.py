@@ -1,7 +1,10 @@
 """Storages that leave together: when a job begins, and what stays out of it."""
 
+from __future__ import annotations
+
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.activations.write_group import WriteGroup
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.scheduling.pass_program import PassProgram
+from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.faults import FaultyBackend
 from tests.support.helpers import EAGER, open_offloader
@@ -24,7 +28,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def all_moves(monkeypatch):
+def all_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have passes follow a program by which everything moves."""
     program = PassProgram((NBYTES,) * 40, bytes(40))
     monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
 
@@ -32,7 +37,7 @@ def all_moves(monkeypatch):
 class Record:
     can_be_evicted = True
 
-    def __init__(self, nbytes):
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
 
@@ -41,27 +46,27 @@ class Record:
     [(MIB, 1 << 40, 16), (40 * MIB, 1 << 40, 2), (MIB, 200 * MIB, 4), (1, 0, 1)],
     ids=["16 storages", "64 MiB", "a sixty-fourth of what is saved", "nothing known"],
 )
-def test_a_job_is_large_enough_and_no_larger(nbytes, most_saved_bytes, number):
+def test_a_job_is_large_enough_and_no_larger(nbytes: int, most_saved_bytes: int, number: int) -> None:
     group = WriteGroup()
     records = [Record(nbytes) for _ in range(number)]
-    told = [group.add(record, Placement.SSD, most_saved_bytes) for record in records]
+    told = [group.add(record, Placement.SSD, most_saved_bytes) for record in records]  # type: ignore[arg-type]
     assert told == [False] * (number - 1) + [True]
     assert [record for record, _ in group.taken()] == records
     assert not list(group.taken())
 
 
-def test_what_is_in_use_or_dead_stays_out_of_it():
+def test_what_is_in_use_or_dead_stays_out_of_it() -> None:
     group, records = WriteGroup(), [Record(1) for _ in range(3)]
     for record in records:
-        group.add(record, Placement.SSD, 1 << 40)
+        group.add(record, Placement.SSD, 1 << 40)  # type: ignore[arg-type]
     records[1].can_be_evicted = False
     assert [record for record, _ in group.taken()] == [records[0], records[2]]
 
 
 @pytest.mark.parametrize("ends", ["forward", "flush"])
 @pytest.mark.usefixtures("all_moves")
-def test_the_last_ones_of_a_forward_leave(ends, tmp_path, monkeypatch):
-    jobs = []
+def test_the_last_ones_of_a_forward_leave(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[int] = []
     real = SsdTier.write_all
     monkeypatch.setattr(SsdTier, "write_all", lambda self, requests: jobs.append(len(requests)) or real(self, requests))
     with open_offloader(tmp_path, EAGER) as offloader:
@@ -87,11 +92,11 @@ def test_the_last_ones_of_a_forward_leave(ends, tmp_path, monkeypatch):
         for _ in range(20):
             z = z.sin()
         z.backward(torch.ones_like(z))
-        assert torch.equal(x.grad, expected.grad)
+        assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("all_moves")
-def test_host_memory_gets_a_group_as_far_as_it_has_room_and_drives_the_rest(tmp_path):
+def test_host_memory_gets_a_group_as_far_as_it_has_room_and_drives_the_rest(tmp_path: Path) -> None:
     policy = OffloadPolicy(activations="offload", min_tensor_bytes=1)
     hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True, host_memory=5 * NBYTES)
     with Offloader(policy=policy, hardware=hardware) as offloader:
@@ -112,11 +117,11 @@ def test_host_memory_gets_a_group_as_far_as_it_has_room_and_drives_the_rest(tmp_
         for _ in range(16):
             z = z.sin()
         z.sum().backward()
-        assert torch.equal(x.grad, expected.grad)
+        assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("all_moves")
-def test_an_edit_after_it_was_saved_is_an_error(tmp_path):
+def test_an_edit_after_it_was_saved_is_an_error(tmp_path: Path) -> None:
     with open_offloader(tmp_path, EAGER) as offloader:
         x = torch.rand(SIDE, SIDE).requires_grad_()
         with offloader.saved_tensors():
@@ -137,14 +142,14 @@ def test_an_edit_after_it_was_saved_is_an_error(tmp_path):
 
 
 @pytest.mark.usefixtures("all_moves")
-def test_a_failed_step_takes_back_what_has_not_begun(tmp_path):
+def test_a_failed_step_takes_back_what_has_not_begun(tmp_path: Path) -> None:
     """Of a job that waits for the drive: its memory returns with the graph, whatever the drive does."""
     may_write = threading.Event()
 
-    def stuck(index):
+    def stuck(index: int) -> None:
         assert may_write.wait(PATIENCE_S)
 
-    def wrap(inner):
+    def wrap(inner: Backend) -> Backend:
         return FaultyBackend(inner, fail_write=stuck)
 
     policy = OffloadPolicy(activations="offload", min_tensor_bytes=1)

@@ -94,7 +94,6 @@ SUITES = (
     "optimizer/test_optimizer_faults.py",
     "optimizer/test_optimizer_live_states.py",
     "optimizer/test_optimizer_oddities.py",
-    "optimizer/test_optimizer_programs.py",
 )
 
 

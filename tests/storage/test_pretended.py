@@ -3,9 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ from lightning_ssd.tiers.tier import Tier
 from tests.support.helpers import assert_identical
 from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S
-from tests.support.pretended import PretendedDevice, PretendedMark
+from tests.support.pretended import PretendedMark
 from tests.support.pretended_training import DriveOfDevice, on, pretended_device
 from tests.support.state_stores import CPU, put
 
@@ -39,13 +37,10 @@ pytestmark = pytest.mark.usefixtures("small_subgroups")
 
 _DESCHEDULED_S = 0.2
 
-Scenario = Callable[[Path | None, PretendedDevice], list[torch.Tensor] | None]
-"""Without a directory, if it can: what is computed without an offloader."""
-Remove = Callable[[pytest.MonkeyPatch, PretendedDevice], object]
-
 
 @contextmanager
 def opened(directory, device, **policy):
+    """Open an offloader; without a directory there is none, and a scenario computes what is expected."""
     if directory is None:
         yield None
         return

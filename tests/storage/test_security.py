@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -191,7 +190,6 @@ def put_private_directory(path, elsewhere):
     os.chown(path, STRANGER, STRANGER)
 
 
-Put = Callable[[Path, Path], None]
 PLANTED = [
     *(put_link, put_dangling_link, put_file, put_pipe, put_hard_link),
     *(pytest.param(put, marks=needs_root, id=put.__name__) for put in (put_directory, put_private_directory)),

@@ -197,6 +197,7 @@ def test_a_run_that_gets_worse_is_warned_of_later(
     one = meter()
     assert not any(borders(one, wait, num=20, every_s=10, nbytes=0))
     warning = one.border(50 * TB)
+    assert warning is not None
     assert warning.startswith("drive nvme0n1 reaches its rated 100.0 TB after ")
     assert "OffloadPolicy.wear_budget" in warning
     assert one.border(60 * TB) is None
