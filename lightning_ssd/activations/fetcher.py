@@ -22,9 +22,9 @@ from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
 from lightning_ssd.scheduling.stalls import Stalls
+from lightning_ssd.tiers.jobs import Read
 from lightning_ssd.tiers.streams import CopyEngine
 from lightning_ssd.tiers.tier import Tier
-from lightning_ssd.tiers.transfer_queue import Transfer
 
 __all__ = ["Fetcher"]
 
@@ -105,7 +105,7 @@ class Fetcher:
             if begin is None:
                 start_s, begin = time.perf_counter(), self._clock.stamp()
             for read in pending:
-                read.wait()
+                read.wait_for(record)
             self._raise_if_failed(record)
         # What has arrived costs the device nothing, and two stamps would tell of the time that Python takes for them.
         if mark is not None and not mark.query():
@@ -186,7 +186,7 @@ class Fetcher:
             self._stalled(home, nbytes, start_s, begin, self._clock.stamp(), for_read=False)
         return not self.is_closed
 
-    def _bring_up(self, record: SavedStorage) -> list[Transfer] | Latch:
+    def _bring_up(self, record: SavedStorage) -> list[Read] | Latch:
         """Make the storage come, urgently; then look ahead. Returns what to wait for before trying again: reads, or
         room.
         """
@@ -221,7 +221,7 @@ class Fetcher:
         if record.home is not None and not self.is_closed:  # what is in memory may be had after the end
             self._prefetcher.advance(record.home)
 
-    def _begin_read(self, record: SavedStorage) -> list[Transfer] | Latch | None:
+    def _begin_read(self, record: SavedStorage) -> list[Read] | Latch | None:
         """Read urgently. ``None``: it has begun; else memory ran out, and this is to be waited for before trying again.
 
         What gives memory back goes in the order of what it costs: what was brought up ahead is dropped, writes under

@@ -15,12 +15,16 @@ from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.activations.storage_state import READY, State
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
-from lightning_ssd.tiers.transfer_queue import Transfer
+from lightning_ssd.tiers.jobs import Read
 
 __all__ = ["Prefetcher"]
 
 
 _NOT_AWAY = (*READY, State.READING, State.FREED)
+_GROUP_STORAGES = 16
+_GROUP_BYTES = 16 << 20
+"""Most that come back in one job, which costs as much Python as a small read takes. It is as long as one chunk, so that
+an urgent read waits no longer."""
 _MAX_WAIT_S = 1.0
 """Lets a worker let go of memory, unless the program holds it."""
 _SHARE = 4
@@ -63,47 +67,65 @@ class Prefetcher:
 
     def _walk(self, current: SavedPass) -> bool:
         """Return False when the budget is used up."""
-        order = current.expected_order(self._passes.book)
-        while current.next_ahead < len(order):
-            record = current.records[order[current.next_ahead]]
-            if (
-                isinstance(record, SavedStorage)
-                and record.state not in _NOT_AWAY
-                and not (self._has_room(current, record) and self._bring_up(record))
-            ):
+        order, records = current.expected_order(self._passes.book), current.records
+        group, group_bytes = list[SavedStorage](), 0
+        for position in range(current.next_ahead, len(order)):
+            record = records[order[position]]
+            if not isinstance(record, SavedStorage) or record.state in _NOT_AWAY:
+                continue
+            if not self._has_room(current, record, group_bytes):
+                self._read(current, group, position)
                 return False
-            current.next_ahead += 1
+            if record.forward():
+                record.hold_ahead()
+                continue
+            is_full = group_bytes + record.nbytes > _GROUP_BYTES or len(group) == _GROUP_STORAGES
+            if group and (is_full or record.tier is not group[0].tier):
+                if not self._read(current, group, position):
+                    return False
+                group, group_bytes = [], 0
+            group.append(record)
+            group_bytes += record.nbytes
+        return self._read(current, group, len(order))
+
+    def _read(self, current: SavedPass, group: Sequence[SavedStorage], position: int) -> bool:
+        """Queue the reads of storages that are wanted one after the other, as one job, and go on at a position.
+
+        Returns:
+            Whether there was memory for them.
+        """
+        if group:
+            try:
+                SavedStorage.start_reads(group, self._device, urgent=False)
+            except (RuntimeError, MemoryError, OSError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                # No unpack waits for these yet: look less far ahead, and let the unpack ask for them.
+                self._budget.out_of_memory()
+                return False
+            for record in group:
+                record.hold_ahead()
+        current.next_ahead = position
         return True
 
-    def _has_room(self, current: SavedPass, record: SavedStorage) -> bool:
+    def _has_room(self, current: SavedPass, record: SavedStorage, group_bytes: int) -> bool:
+        """Return whether a storage may come besides the bytes of those that have yet to be queued."""
         accounting, budget = self._accounting, self._budget.nbytes
         if current.cursor is not None:
             known, limit = current.cursor.followed, current.cursor.limit_bytes
             if known is not None:
                 budget = max(budget, known.plan.ahead_bytes)
             if limit is not None and not record.is_in_memory:
-                limit -= current.cursor.reserve_bytes
+                limit -= current.cursor.reserve_bytes + group_bytes
                 if accounting.counters.resident_bytes + record.nbytes > limit:
                     accounting.sweep_all()
                 if accounting.counters.resident_bytes + record.nbytes > limit:
                     return False
         # One that is larger than the whole budget goes alone.
-        return not accounting.ahead_bytes or accounting.ahead_bytes + record.nbytes <= min(budget, self._most_bytes)
+        ahead_bytes = accounting.ahead_bytes + group_bytes
+        return not ahead_bytes or ahead_bytes + record.nbytes <= min(budget, self._most_bytes)
 
-    def _bring_up(self, record: SavedStorage) -> bool:
-        if not record.forward():
-            try:
-                record.start_read(self._device, urgent=False)
-            except (RuntimeError, MemoryError, OSError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                # No unpack waits for this one yet: look less far ahead, and let the unpack ask for it.
-                self._budget.out_of_memory()
-                return False
-        record.hold_ahead()
-        return True
-
-    def give_up(self) -> tuple[bool, list[Transfer]]:
+    def give_up(self) -> tuple[bool, list[Read]]:
         """Memory ran out: let go of what was brought up too early.
 
         Returns:

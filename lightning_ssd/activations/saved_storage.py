@@ -28,10 +28,10 @@ from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe
 from lightning_ssd.common.tensors import StorageKey, TensorSpec
 from lightning_ssd.errors import OffloaderClosedError
-from lightning_ssd.tiers.base import NoMemoryToReadError, StoredBytes, WriteRequest
+from lightning_ssd.tiers.base import NoMemoryToReadError, ReadRequest, StoredBytes, WriteRequest
+from lightning_ssd.tiers.jobs import Read
 from lightning_ssd.tiers.streams import PASSED, StreamEvent
 from lightning_ssd.tiers.tier import Tier
-from lightning_ssd.tiers.transfer_queue import Transfer
 
 if TYPE_CHECKING:
     from lightning_ssd.activations.saved_pass import SavedPass
@@ -46,7 +46,7 @@ class TierCopy:
 
     def __init__(self, stored: StoredBytes) -> None:
         self.stored = stored
-        self.read: Transfer | None = None  # under way
+        self.read: Read | None = None  # under way
         self.error: BaseException | None = None  # of the last read, until it is raised
         # What was read last is there once this has passed. It stays when the memory is dropped: that may be found alive
         # (a tier holds it until its copy has passed) and handed out.
@@ -221,27 +221,41 @@ class SavedStorage:
         return True
 
     def start_read(self, device: torch.device, *, urgent: bool) -> None:
-        """AWAY -> READING. On a device, and where it is urgent, allocates in the calling thread, on its current stream.
+        """AWAY -> READING; see :meth:`start_reads`."""
+        self.start_reads([self], device, urgent=urgent)
+
+    @staticmethod
+    def start_reads(records: Sequence[SavedStorage], device: torch.device, *, urgent: bool) -> None:
+        """AWAY -> READING, in one job of the tier that has them. On a device, and where it is urgent, allocates in the
+        calling thread, on its current stream.
 
         Out of memory changes nothing.
         """
-        copy, before = self.copy, self.state
-        if copy is None:
-            raise RuntimeError(f"saved storage {self.index} is {before.value}, with nothing stored; report it")
-        copy.error = None
-        self.state = State.READING  # before a worker can end it
+        going = list[tuple[SavedStorage, TierCopy, State]]()
+        for record in records:
+            copy, before = record.copy, record.state
+            if copy is None:
+                raise RuntimeError(f"saved storage {record.index} is {before.value}, with nothing stored; report it")
+            going.append((record, copy, before))
         try:
-            copy.read = copy.stored.tier.read(self, copy.stored, device, urgent=urgent)
+            for record, copy, _ in going:
+                copy.error, record.state = None, State.READING  # before a worker can end it
+            requests = [ReadRequest(record, copy.stored) for record, copy, _ in going]
+            read = requests[0].stored.tier.read_all(requests, device, urgent=urgent)
+            for _, copy, _ in going:
+                copy.read = read
         except BaseException:
-            self.state = before
+            for record, _, before in going:
+                record.state = before
             raise
-        if before is State.LEAVING:  # its former memory has gone, only it was not looked at yet
-            self.accounting.vacate(self)
-        self.accounting.occupy(self)
+        for record, _, before in going:
+            if before is State.LEAVING:  # its former memory has gone, only it was not looked at yet
+                record.accounting.vacate(record)
+            record.accounting.occupy(record)
 
     @property
-    def read(self) -> Transfer | None:
-        """The read that is under way."""
+    def read(self) -> Read | None:
+        """The read that is under way, with others in it."""
         return None if self.copy is None else self.copy.read
 
     def promote_read(self) -> None:

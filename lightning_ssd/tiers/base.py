@@ -14,7 +14,16 @@ from lightning_ssd.tiers.streams import StreamEvent
 if TYPE_CHECKING:
     from lightning_ssd.tiers.tier import Tier
 
-__all__ = ["NoMemoryToReadError", "Part", "Progress", "ReadOwner", "StoredBytes", "WriteOwner", "WriteRequest"]
+__all__ = [
+    "NoMemoryToReadError",
+    "Part",
+    "Progress",
+    "ReadOwner",
+    "ReadRequest",
+    "StoredBytes",
+    "WriteOwner",
+    "WriteRequest",
+]
 
 
 class NoMemoryToReadError(MemoryError):
@@ -90,6 +99,19 @@ class ReadOwner(Protocol):
         self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
     ) -> None:
         """Either ``storage`` (there once ``mark`` has passed) or ``error`` is given. Must not raise."""
+
+
+class ReadRequest(NamedTuple):
+    """One storage to read."""
+
+    owner: ReadOwner
+    stored: StoredBytes
+    into: torch.UntypedStorage | None = None
+    """Memory for it; ``None``: it is allocated in the calling thread and on its stream, or, where no stream is asked
+    and the read is not urgent, by a worker."""
+    after: StreamEvent | None = None
+    """Mark of ``into``, which may be written to once this has passed: PyTorch lends memory of a device while kernels of
+    its former owner are still queued."""
 
 
 class Progress(NamedTuple):

@@ -26,9 +26,10 @@ from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 from lightning_ssd.tiers.checksum import checksum
 from lightning_ssd.tiers.host_arena import HostArena
-from lightning_ssd.tiers.streams import CopyEngine, HostCopies, StreamEvent
+from lightning_ssd.tiers.streams import PASSED, CopyEngine, HostCopies, StreamEvent
 
 __all__ = [
+    "HERE",
     "ArenaMover",
     "DeviceMover",
     "Edges",
@@ -77,17 +78,14 @@ class Piece(NamedTuple):
 class Loaded(NamedTuple):
     """One piece that has been read, on its way into a storage."""
 
-    bring_in: Callable[[], StreamEvent | None]
-    """Called once. Returns the mark after which the bytes are there; ``None``: they are."""
+    bring_in: Callable[[], StreamEvent]
+    """Called once. Returns the mark after which the bytes are there."""
     release: Callable[[], None]
     """Called once, when the mark has passed or nothing was brought in: the memory that it was read into is free."""
 
 
-def _nothing() -> None:
-    """It was read to where it belongs."""
-
-
-_HERE = Loaded(_nothing, _nothing)
+HERE = Loaded(lambda: PASSED, lambda: None)
+"""A piece that was read to where it belongs."""
 
 
 class Mover(ABC):
@@ -174,7 +172,7 @@ class HostMover(Mover):
 
     def load(self, piece: Piece, expected: int | None) -> Loaded | None:
         self._backend.read(piece.arena, piece.memory, piece.offset)
-        return _HERE if expected is None or checksum(piece.memory) == expected else None
+        return HERE if expected is None or checksum(piece.memory) == expected else None
 
 
 class _CopyingMover(Mover):
@@ -221,7 +219,7 @@ class _CopyingMover(Mover):
             if self.copies.is_asynchronous:
                 return Loaded(bring_in, stack.pop_all().close)
             bring_in()  # here, where the workers that share a storage do so side by side
-            return _HERE
+            return HERE
 
 
 class StagedMover(_CopyingMover):
@@ -284,7 +282,7 @@ class DeviceMover(Mover):
 
     def load(self, piece: Piece, expected: int | None) -> Loaded | None:
         self._backend.read(piece.arena, piece.memory, piece.offset)
-        return _HERE
+        return HERE
 
 
 def storage_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Jobs of a tier: storages on their way to it, and one on its way back.
+"""Jobs of a tier: storages on their way to it, and back.
 
 A read checks what comes back (``verify``), tries a failed or wrong chunk once more, and never hands on other bytes.
 """
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_ssd.common.profiling import span
 from lightning_ssd.common.tensors import Region
+from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError, forget_frames
 from lightning_ssd.memory.readings import is_out_of_memory
-from lightning_ssd.tiers.base import NoMemoryToReadError, Part, ReadOwner, StoredBytes, WriteRequest
-from lightning_ssd.tiers.copy_paths import Edges, Loaded, Piece
+from lightning_ssd.tiers.base import NoMemoryToReadError, Part, ReadOwner, ReadRequest, StoredBytes, WriteRequest
+from lightning_ssd.tiers.copy_paths import HERE, Edges, Loaded, Piece
 from lightning_ssd.tiers.streams import StreamEvent
 from lightning_ssd.tiers.transfer_queue import Chunk, Settle, Transfer
 
@@ -266,92 +268,161 @@ class Write(Transfer):
         self._outgoing.clear()
 
 
-class Read(Transfer):
-    """One storage on its way back from a tier."""
+class _Incoming:
+    """One storage on its way back from a tier.
 
-    def __init__(
-        self,
-        tier: Tier,
-        owner: ReadOwner,
-        stored: StoredBytes,
-        storage: torch.UntypedStorage | None,
-        after: StreamEvent | None,
-        device: torch.device,
-        *,
-        urgent: bool,
-    ) -> None:
-        super().__init__("read", stored.body_nbytes, urgent=urgent)
+    Args:
+        request: what is read, and who wants it.
+    """
+
+    def __init__(self, request: ReadRequest) -> None:
+        self.owner, self.stored, self.storage, self.after = request
+        self.mark: StreamEvent | None = None
+        """Mark of the copy that was queued last."""
+        self.error: BaseException | None = None
+        self.fault: BaseException | None = None
+        """Error of telling the owner of the end, which its contract forbids, or of a copy after that."""
+        self.num_left = self.num_to_queue = 0
+        """Pieces that have not ended, and copies that are not queued."""
+        self.is_over = False
+        self.told: Latch | None = None
+        """For who waits until it is over."""
+
+
+_Cut = tuple[_Incoming, Part, tuple[int, int], int | None]
+"""A piece of a storage: its place, its begin and length in the storage, and its checksum."""
+
+
+class Read(Transfer):
+    """Storages on their way back from a tier, in one job. Each is handed over, and fails, by itself."""
+
+    def __init__(self, tier: Tier, requests: Sequence[ReadRequest], device: torch.device, *, urgent: bool) -> None:
+        super().__init__("read", sum([request.stored.body_nbytes for request in requests]), urgent=urgent)
         self.outlasts = tier.mover.outlasts
+        self.label = requests[0].stored.label
         self._tier = tier
-        self._owner = owner
-        self._stored = stored
-        self._storage = storage
-        self._after = after
         self._device = device
-        self.label = stored.label
-        self._mark: StreamEvent | None = None  # of the copy that was queued last
-        self._num_to_queue = 0
-        # Guards the mark and the order of the copies. A leaf lock: under it one copy is queued.
+        self._incoming = [_Incoming(request) for request in requests]
+        self._num_untold = len(requests)
+        # Guards marks, numbers, errors, and the order of the copies. A leaf lock: under it one copy is queued.
         self._order = threading.Lock()
 
+    def wait_for(self, owner: ReadOwner) -> None:
+        """Block until one owner was told. Raises as :meth:`wait`."""
+        with self._order:
+            incoming = next((one for one in self._incoming if one.owner is owner), None)
+            told = None
+            if incoming is not None and not incoming.is_over:
+                told = incoming.told = incoming.told or Latch()
+        if told is not None:
+            with span("lightning_ssd::stall"):
+                told.wait()
+        if incoming is None or incoming.fault is not None:
+            self.wait()
+
     def begin(self) -> Sequence[Chunk] | None:
-        stored, storage, tier = self._stored, self._storage, self._tier
-        if storage is None:
+        by_lane: dict[int, list[_Cut]] = {}
+        for incoming in self._incoming:
+            stored = incoming.stored
             try:
-                storage, self._after = tier.mover.allocate(stored.nbytes, stored.edges, self._device)
+                self._take_memory(incoming)
+            except BaseException as error:
+                self._fail(incoming, error)
+                continue
+            cuts = [
+                (part, cut) for part in stored.parts for cut in self._tier.cut(part.start, part.nbytes, part.extent)
+            ]
+            incoming.num_left = incoming.num_to_queue = len(cuts)
+            expected: Sequence[int | None] = stored.checksums or [None] * len(cuts)
+            for (part, cut), value in zip(cuts, expected, strict=True):
+                by_lane.setdefault(part.lane, []).append((incoming, part, cut, value))
+        chunks, lanes = list[Chunk](), list[int]()
+        for lane, pieces in by_lane.items():
+            joined = self._tier.join([cut[1] for _, _, cut, _ in pieces])
+            chunks += [partial(self._run, pieces[first:last]) for first, last in joined]
+            lanes += [lane] * len(joined)
+        self.lanes = lanes
+        return chunks
+
+    def _take_memory(self, incoming: _Incoming) -> None:
+        stored = incoming.stored
+        if incoming.storage is None:
+            try:
+                incoming.storage, incoming.after = self._tier.mover.allocate(stored.nbytes, stored.edges, self._device)
             except (RuntimeError, MemoryError, OSError) as error:
                 if is_out_of_memory(error):
                     raise NoMemoryToReadError(str(error)) from None
                 raise
-            self._storage = storage
-        stored.edges.put_into(storage)
-        cuts = [(part, *cut) for part in stored.parts for cut in tier.cut(part.start, part.nbytes, part.extent)]
-        self.lanes = [part.lane for part, _, _ in cuts]
-        self._num_to_queue = len(cuts)
-        expected: Sequence[int | None] = stored.checksums or [None] * len(cuts)
-        pieces = [tier.piece(storage, *cut, self._after) for cut in cuts]
-        return [partial(self._bring, *chunk) for chunk in zip(pieces, expected, strict=True)]
+        stored.edges.put_into(incoming.storage)
 
     def shares(self) -> Sequence[tuple[int | None, int]]:
-        return self._tier.shares(self._stored.parts, self.nbytes)
+        if not self.nbytes:
+            return []
+        return self._tier.shares([p for one in self._incoming if not one.error for p in one.stored.parts], self.nbytes)
 
-    def _bring(self, piece: Piece, expected: int | None) -> Settle | None:
+    def _run(self, pieces: Sequence[_Cut]) -> Settle | None:
+        """Read pieces one after the other, and queue their copies; return what waits for the last one."""
+        settle: Settle | None = None
+        for incoming, part, cut, expected in pieces:
+            if settle is not None:  # a worker holds one staging buffer at a time
+                settle()
+                settle = None
+            if incoming.error is None:
+                try:
+                    settle = self._bring(incoming, part, cut, expected)
+                except BaseException as error:
+                    self._fail(incoming, error)
+            with self._order:
+                incoming.num_left -= 1
+                is_whole = not incoming.num_left
+                self._num_untold -= is_whole
+                is_last = not self._num_untold
+            if is_whole and not is_last:
+                self._tell(incoming)
+        return settle
+
+    def _bring(self, incoming: _Incoming, part: Part, cut: tuple[int, int], expected: int | None) -> Settle | None:
         """Read one piece and queue its copy; return what waits for the copy."""
-        loaded = self._load(piece, expected)
+        storage = incoming.storage
+        if storage is None:
+            raise RuntimeError(f"{incoming.stored.label} is read, and has no memory to go to; report it")
+        piece = self._tier.piece(storage, part, *cut, incoming.after)
+        loaded = self._load(incoming.stored, piece, expected)
+        if loaded is HERE:
+            return None
         with self._order:
             try:
                 mark = loaded.bring_in()
             except BaseException:
                 loaded.release()
                 raise
-            self._mark = mark
-            self._num_to_queue -= 1
-            is_last = not self._num_to_queue
-        if mark is None:
-            return None
-        self._stored.readers.add(loaded)  # the read itself is one until it ends: it is not freed in between
+            incoming.mark = mark
+            incoming.num_to_queue -= 1
+            is_last = not incoming.num_to_queue
+        incoming.stored.readers.add(loaded)  # the read itself is one until it ends: it is not freed in between
+        settle = partial(self._settle, incoming, piece, loaded, mark)
         if is_last or not self.outlasts:
-            return partial(self._settle, piece, loaded, mark)
+            return settle
         # It is handed over once the last copy is queued: what fails before that fails the read.
-        error = self._settle(piece, loaded, mark)
+        error = settle()
         if error is not None:
             raise error
         return None
 
-    def _settle(self, piece: Piece, loaded: Loaded, mark: StreamEvent) -> BaseException | None:
+    def _settle(self, incoming: _Incoming, piece: Piece, loaded: Loaded, mark: StreamEvent) -> BaseException | None:
         """Hold both memories until the copy has passed; they may have been handed over and dropped long before."""
         try:
             self._await(piece.after)
             mark.synchronize()
         except BaseException as error:
-            forget_frames(error)
             self._tier.mover.lost.extend((piece, loaded))
+            self._fail(incoming, error)
             return error
         loaded.release()
-        self._tier.let_go(self._stored, loaded)
+        self._tier.let_go(incoming.stored, loaded)
         return None
 
-    def _load(self, piece: Piece, expected: int | None) -> Loaded:
+    def _load(self, stored: StoredBytes, piece: Piece, expected: int | None) -> Loaded:
         """Read one piece; once more when that failed or the bytes are wrong."""
         mover = self._tier.mover
         if mover.uses_no_stream:  # kernels queued earlier may still use this memory under its former owner
@@ -362,12 +433,12 @@ class Read(Transfer):
                 return loaded
         except OSError as error:
             # As text: a log handler may keep its records, and the traceback holds the memory that we read into.
-            _log.warning("reading %s again after: %s", self._stored.label, str(error))
+            _log.warning("reading %s again after: %s", stored.label, str(error))
         self._tier.num_retries += 1
         loaded = mover.load(piece, expected)
         if loaded is None:
             raise CorruptionError(
-                f"{self._stored.label}: {piece.nbytes} bytes at offset {piece.offset} of the spill file in "
+                f"{stored.label}: {piece.nbytes} bytes at offset {piece.offset} of the spill file in "
                 f"{piece.arena.path} are not what was written, in two reads; nothing was handed on. "
                 "Check the drive (SMART, dmesg) or take another directory in HardwareProfile.paths"
             )
@@ -379,14 +450,41 @@ class Read(Transfer):
             with self.not_busy(has_begun=not self.outlasts):
                 mark.synchronize()
 
+    def _fail(self, incoming: _Incoming, error: BaseException) -> None:
+        """Note the first error of a storage. Its other pieces are left alone then; its owner is told, or has been."""
+        forget_frames(error)
+        with self._order:
+            if incoming.is_over:
+                incoming.fault = incoming.fault or error
+            elif incoming.error is None:
+                incoming.error = error
+                self.nbytes -= incoming.stored.body_nbytes
+                self.failed_nbytes += incoming.stored.body_nbytes
+
+    def _tell(self, incoming: _Incoming, closed: BaseException | None = None) -> None:
+        """Tell the owner, once, and let go of the memory."""
+        storage, error = incoming.storage, incoming.error or closed
+        incoming.storage = None
+        self._tier.let_go(incoming.stored, self)  # copies under way hold the place yet
+        try:
+            # All copies of ours run on one stream, so that the one that was queued last stands for all; the user of
+            # the bytes waits for it.
+            incoming.owner.read_ended(None if error else storage, None if error else incoming.mark, error)
+        except BaseException as raised:
+            forget_frames(raised)
+            incoming.fault = raised
+        with self._order:
+            incoming.is_over = True
+        if incoming.told is not None:
+            incoming.told.open()
+
     def finish(self, error: BaseException | None) -> None:
-        storage, self._storage = self._storage, None
-        self._tier.let_go(self._stored, self)  # copies under way hold the place yet
-        # All copies of ours run on one stream, so that the one that was queued last stands for all; the user of the
-        # bytes waits for it.
-        self._owner.read_ended(None if error else storage, None if error else self._mark, error)
+        for incoming in self._incoming:
+            if not incoming.is_over:
+                self._tell(incoming, error)
+        fault = next((incoming.fault for incoming in self._incoming if incoming.fault is not None), None)
+        if fault is not None:
+            raise fault
 
     def discard(self) -> None:
-        self._storage = None
-        self._tier.let_go(self._stored, self)
-        self._owner.read_ended(None, None, OffloaderClosedError("the offloader was closed before this read began"))
+        self.finish(OffloaderClosedError("the offloader was closed before this read began"))

@@ -12,13 +12,13 @@ import torch
 
 from lightning_ssd.storage.extents import Extent
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.base import Part, Progress, ReadOwner, StoredBytes, WriteOwner, WriteRequest
+from lightning_ssd.tiers.base import Part, Progress, ReadOwner, ReadRequest, StoredBytes, WriteOwner, WriteRequest
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import Mover, Piece
 from lightning_ssd.tiers.jobs import Read, Write
 from lightning_ssd.tiers.read_priority import UrgentGate
 from lightning_ssd.tiers.streams import StreamEvent
-from lightning_ssd.tiers.transfer_queue import Transfer, TransferQueue
+from lightning_ssd.tiers.transfer_queue import TransferQueue
 
 __all__ = ["Tier"]
 
@@ -125,46 +125,51 @@ class Tier:
         urgent: bool,
         into: torch.UntypedStorage | None = None,
         after: StreamEvent | None = None,
-    ) -> Transfer:
-        """Queue a read.
+    ) -> Read:
+        """Queue a read; see :meth:`read_all`."""
+        return self.read_all([ReadRequest(owner, stored, into, after)], device, urgent=urgent)
+
+    def read_all(self, requests: Sequence[ReadRequest], device: torch.device, *, urgent: bool) -> Read:
+        """Queue the reads of several storages as one job. Each is handed over, and fails, by itself, in this order.
 
         Args:
-            owner: is told of the end.
-            stored: what to read.
+            requests: what to read, and who wants it.
             device: of the memory to read into.
             urgent: the training thread waits for it.
-            into: that memory; ``None``: it is allocated in the calling thread and on its stream, or, where no stream
-                is asked and the read is not urgent, by a worker.
-            after: of ``into``: it may be written to once this has passed, since PyTorch lends memory of a device while
-                kernels of its former owner are still queued.
 
         Raises:
             OffloaderClosedError: after close.
             MemoryError: no memory (``torch.OutOfMemoryError`` on a device). Nothing was queued. Where a worker finds
                 none, the owner is told.
-            ValueError: ``into`` has another size, or the bytes are not all there, or freed.
+            ValueError: memory that was brought has another size, or the bytes are not all there, or freed.
         """
+        job = Read(self, [self._with_memory(request, device, urgent) for request in requests], device, urgent=urgent)
+        try:
+            with self._lock:
+                for _, stored, _, _ in requests:
+                    if stored.is_freed:
+                        raise ValueError(f"{stored.label} was freed; its bytes may be gone")
+                    stored.readers.add(job)
+            self._reads.submit(job)
+        except BaseException:
+            for _, stored, _, _ in requests:
+                self.let_go(stored, job)
+            raise
+        return job
+
+    def _with_memory(self, request: ReadRequest, device: torch.device, urgent: bool) -> ReadRequest:
+        owner, stored, into, _ = request
         self._check_mine(stored)
         if not stored.is_complete:
             raise ValueError(f"{stored.label} was not written to its end; it must not be read")
         # Mapping memory waits for page faults of other threads: a speculative read has time, so a worker does.
         if into is None and (urgent or not self.mover.allocates_anywhere):
-            into, after = self.mover.allocate(stored.nbytes, stored.edges, device)
-        elif into is not None and into.nbytes() != stored.nbytes:
+            return ReadRequest(owner, stored, *self.mover.allocate(stored.nbytes, stored.edges, device))
+        if into is not None and into.nbytes() != stored.nbytes:
             raise ValueError(f"{stored.label} has {stored.nbytes:,} bytes, and was to be read into {into.nbytes():,}")
-        transfer = Read(self, owner, stored, into, after, device, urgent=urgent)
-        try:
-            with self._lock:
-                if stored.is_freed:
-                    raise ValueError(f"{stored.label} was freed; its bytes may be gone")
-                stored.readers.add(transfer)
-            self._reads.submit(transfer)
-        except BaseException:
-            self.let_go(stored, transfer)
-            raise
-        return transfer
+        return request
 
-    def promote(self, read: Transfer) -> None:
+    def promote(self, read: Read) -> None:
         """Serve this read before the speculative ones: the training thread waits for it."""
         self._reads.promote(read)
 

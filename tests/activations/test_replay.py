@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from lightning_ssd.activations.kept_storage import KeptStorage, Share
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.tensor_cache import SavedWeight, TensorCache
 from lightning_ssd.scheduling.pass_program import NOTHING_KNOWN, PassProgram
+from lightning_ssd.tiers.base import ReadRequest
+from lightning_ssd.tiers.jobs import Read
+from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.helpers import EAGER, KEEP, open_offloader, raw_bytes
 from tests.support.python_calls import python_calls
 
@@ -180,7 +183,15 @@ def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path: Path, monke
         def wait_for_reads(gradient: Tensor) -> None:
             tier._reads.wait_idle()
 
+        jobs, read_all = list[int](), SsdTier.read_all
+
+        def noted(tier: SsdTier, requests: Sequence[ReadRequest], device: torch.device, *, urgent: bool) -> Read:
+            jobs.append(len(requests))
+            return read_all(tier, requests, device, urgent=urgent)
+
+        monkeypatch.setattr(SsdTier, "read_all", noted)
         for step in range(3):
+            jobs.clear()
             with offloader.saved_tensors():
                 y = (torch.rand(SIDE, SIDE).requires_grad_() * 1).sin()
                 accounting.lock = locks if step == 2 else locks.lock  # type: ignore[assignment]
@@ -199,6 +210,8 @@ def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path: Path, monke
         assert len(unpacking) <= 36 * length, unpacking
         assert num_locks <= length // 8
         assert offloader.stats.bytes_kept == 0
+        assert sum(jobs) == length + 2
+        assert len(jobs) <= 2 + length // 16, "one that is waited for, and the others in groups"
 
 
 class CountedLock:

@@ -129,7 +129,7 @@ class _Roomy:
     def write_all(self, requests: Sequence[object]) -> list[bool]:
         return [True] * len(requests)
 
-    def read(self, *args: object, **kwargs: object) -> object:
+    def read_all(self, *args: object, **kwargs: object) -> object:
         return object()
 
     def free(self, stored: object) -> None:

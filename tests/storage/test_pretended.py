@@ -372,9 +372,9 @@ def without_protection_of_reloads(patch, device):
 def without_mark_of_last_copy(patch, device):
     bring = jobs.Read._bring
 
-    def first(read, *args):
-        before, settle = read._mark, bring(read, *args)
-        read._mark = before or read._mark
+    def first(read, incoming, *args):
+        before, settle = incoming.mark, bring(read, incoming, *args)
+        incoming.mark = before or incoming.mark
         return settle
 
     patch.setattr(jobs.Read, "_bring", first)

@@ -7,19 +7,21 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_ssd.common.tensors import StorageKey
+from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog, TransferEvent
-from lightning_ssd.tiers.base import WriteRequest
+from lightning_ssd.tiers.base import ReadRequest, WriteRequest
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover, StagedMover
+from lightning_ssd.tiers.jobs import Read
 from lightning_ssd.tiers.read_priority import patience_s
 from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.faults import FaultyBackend, eio
@@ -370,6 +372,31 @@ class TestStagedReads:
                 tier.close()
             assert staging.lent_bytes > 0, "the copy may still use the buffer"
 
+    def test_storages_of_one_job_share_staging_buffers(self, drive: Drive, tmp_path: Path) -> None:
+        """A worker holds one at a time, and a copy that fails behind a hand-over is told at close."""
+        copies = HeldCopies(held=False)
+        with staged(drive, tmp_path, copies) as (tier, staging):
+            owners = [stored(tier, 12 * KIB, seed) for seed in range(6)]
+            copies.held = True
+            begin = copies.num_queued
+            copies.fail_late[begin] = RuntimeError("the device is lost")
+            read = tier.read_all([ReadRequest(owner, owner.place) for owner in owners], CPU, urgent=False)
+            for index in range(2):
+                read.wait_for(owners[3 * index])  # one of each worker
+            assert copies.num_queued == begin + 2
+            assert staging.lent_bytes == 2 * 16 * KIB
+            copies.free_run()
+            read_all_told(read, owners)
+            assert all(owner.error is None for owner in owners)
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                tier.close()
+
+
+def read_all_told(read: Read, owners: list[Owner]) -> None:
+    for owner in owners:
+        with suppress(RuntimeError):  # of a copy that has failed
+            read.wait_for(owner)
+
 
 def test_writes_wait_for_the_producer_without_being_busy(
     drive: Drive, tmp_path: Path, worker_clock: list[float]
@@ -415,6 +442,71 @@ def test_storages_of_one_job_end_and_fail_each_by_itself(tmp_path: Path) -> None
             assert owner.is_right()
     written = [event for event in events.drain() if isinstance(event, TransferEvent) and event.direction == "write"]
     assert sorted((event.failed, event.nbytes) for event in written) == [(False, 32 * KIB), (True, 16 * KIB)]
+
+
+def test_storages_read_in_one_job_come_back_and_fail_each_by_itself(tmp_path: Path) -> None:
+    """Of four, the second one's reads fail, and the drive is stuck at the third one."""
+    failing: list[int] = []
+
+    class Some(Drive):
+        def _read(self, index: int) -> BaseException | None:
+            if len(self.order) - self.order.count("write") >= 3:
+                super()._read(index)
+            else:
+                self.order.append("read")
+            return eio() if index in failing else None
+
+    drive = Some(tmp_path)
+    events = EventLog()
+    with tier_on(drive, tmp_path, events=events) as tier:
+        owners = [stored(tier, CHUNK - 4096, seed) for seed in range(4)]
+        places = [owner.place for owner in owners]
+        drive.may_read.clear()
+        failing += [1, 2]  # the second one, and once more
+        read = tier.read_all([ReadRequest(owner, owner.place) for owner in owners], CPU, urgent=False)
+        read.wait_for(owners[0])
+        assert owners[0].is_right()
+        read.wait_for(owners[1])
+        assert isinstance(owners[1].error, StorageError)
+        key = StorageKey(owners[0].reloaded)  # type: ignore[arg-type]
+        owners[0].reloaded = None
+        assert not key.alive(), "the job holds what it has handed over"
+        used_bytes = [arena.used_bytes for arena in tier._arenas]
+        tier.free(places[0])
+        tier.free(places[3])  # nobody wants it any more; its place stays until it was read
+        assert [arena.used_bytes for arena in tier._arenas] == [used_bytes[0] - places[0].parts[0].extent.nbytes]
+        assert not read.ended
+        assert owners[2].reloaded is owners[3].reloaded is None
+        drive.may_read.set()
+        read.wait_for(owners[2])
+        assert owners[2].is_right()
+        read.wait()
+        assert owners[3].is_right()
+        read.wait_for(owners[3])
+        tier.free(places[2])
+        tier.free(places[1])
+        assert tier._arenas[0].used_bytes == 0
+    came = [event for event in events.drain() if isinstance(event, TransferEvent) and event.direction == "read"]
+    assert sorted((event.failed, event.nbytes // CHUNK) for event in came) == [(False, 3), (True, 1)]
+
+
+def test_a_group_that_has_not_begun_is_told_at_close(drive: Drive, tmp_path: Path) -> None:
+    with tier_on(drive, tmp_path) as tier:
+        owners = [stored(tier, CHUNK - 4096, seed) for seed in range(3)]
+        drive.may_read.clear()
+        drive.order.clear()
+        first = tier.read(owners[0], owners[0].place, CPU, urgent=False)
+        drive.wait_calls(1)
+        group = tier.read_all([ReadRequest(owner, owner.place) for owner in owners[1:]], CPU, urgent=False)
+        closing = threading.Thread(target=tier.close)
+        closing.start()
+        for owner in owners[1:]:
+            group.wait_for(owner)
+            assert isinstance(owner.error, OffloaderClosedError)
+        drive.may_read.set()
+        closing.join()
+        first.wait()
+        assert owners[0].is_right()
 
 
 def test_a_job_holds_the_memory_of_what_it_writes_and_no_other(drive: Drive, tmp_path: Path) -> None:
