@@ -13,6 +13,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.waiting import Changes, Latch
 from lightning_ssd.telemetry.stats import Counters, SavedBytes
@@ -164,12 +166,13 @@ class MemoryAccounting:
 
     def sweep(self, num_records: int = 4) -> None:
         """Look at some of those that are leaving: has their memory gone by now?"""
-        for _ in range(min(num_records, len(self._leaving))):
-            record = self._leaving.popleft()
+        leaving, is_gone = self._leaving, torch.UntypedStorage._expired
+        for _ in range(min(num_records, len(leaving))):
+            record = leaving.popleft()
             if record.state is not State.LEAVING:
                 continue
-            if record.key.alive():
-                self._leaving.append(record)
+            if not is_gone(record.key.weak):
+                leaving.append(record)
             else:
                 record.state = State.ON_DISK
                 self.vacate(record)

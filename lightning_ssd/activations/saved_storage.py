@@ -320,7 +320,8 @@ class SavedStorage:
         """QUEUED -> WRITING, unless it was taken back meanwhile."""
         with self.accounting.lock:
             # Asked once: the lease may die between two questions, and the receiver of a storage has to end its write.
-            storage = self.storage
+            lease = self.lease()
+            storage: torch.UntypedStorage | None = None if lease is None else lease.storage
             if self.state is not State.QUEUED or storage is None:
                 return None
             self.state = State.WRITING
@@ -335,41 +336,37 @@ class SavedStorage:
         A failure may come before the write has begun (a device that is lost while its stream is waited for): from
         QUEUED, or after it was taken back.
         """
+        accounting, counters = self.accounting, self.accounting.counters
+        lease = storage = None
         try:
-            self._settle_write(stored, error)
-        finally:  # last, and always: a budget waits for this, and then finds the memory gone
-            with self.accounting.lock:
-                self._write_gone()
-        self.accounting.returned(self.accounting.counters.bytes_come)
+            with accounting.lock:
+                accounting.settle()
+                if error is not None:
+                    self._note_failure(error)
+                elif stored is not None:
+                    counters.bytes_host += stored.body_nbytes if self.is_on_host else 0
+                    counters.bytes_written += 0 if self.is_on_host else stored.body_nbytes
+                    lease = self.lease()
+                    storage = None if lease is None else lease.storage
+                    if storage is not None and self.state is State.WRITING and stored.is_complete:
+                        self.copy = TierCopy(stored)
+                        self._leave()
+                    else:  # forwarded or freed meanwhile
+                        stored.tier.free(stored)
+        finally:
+            # The memory goes here, outside of the lock: unmapping it can take milliseconds.
+            del lease, storage
+            with accounting.lock:  # last, and always: a budget waits for this, and then finds the memory gone
+                accounting.write_gone(self)
+        accounting.returned(counters.bytes_come)
 
-    def _settle_write(self, stored: StoredBytes | None, error: BaseException | None) -> None:
-        storage = None
-        with self.accounting.lock:
-            self.accounting.settle()
-            if stored is not None:
-                self._count_written(stored.body_nbytes)
-            if error is not None:
-                self.accounting.counters.failures += 1
-                self.accounting.counters.fallbacks += 1
-                self.accounting.counters.bytes_kept += self.nbytes
-                self.accounting.write_failure = self.accounting.write_failure or str(error) or repr(error)
-                if self.state in (State.QUEUED, State.WRITING):
-                    self.state = State.TAKEN_BACK
-            elif stored is not None:
-                is_wanted = self.state is State.WRITING and stored.is_complete
-                if is_wanted and (storage := self.storage) is not None:
-                    self.copy = TierCopy(stored)
-                    self._leave()
-                else:  # forwarded or freed meanwhile
-                    stored.tier.free(stored)
-        # The memory goes here, outside of the lock: unmapping it can take milliseconds.
-        del storage
-
-    def _count_written(self, nbytes: int) -> None:
-        if self.is_on_host:
-            self.accounting.counters.bytes_host += nbytes
-        else:
-            self.accounting.counters.bytes_written += nbytes
+    def _note_failure(self, error: BaseException) -> None:
+        self.accounting.counters.failures += 1
+        self.accounting.counters.fallbacks += 1
+        self.accounting.counters.bytes_kept += self.nbytes
+        self.accounting.write_failure = self.accounting.write_failure or str(error) or repr(error)
+        if self.state in (State.QUEUED, State.WRITING):
+            self.state = State.TAKEN_BACK
 
     def read_ended(
         self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None

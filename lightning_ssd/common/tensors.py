@@ -112,22 +112,22 @@ class StorageKey:
     lost. The key's weak reference appends itself to a queue, in C. The next key releases what the dead ones held.
     """
 
-    __slots__ = ("__weakref__", "_weak", "cdata")
+    __slots__ = ("__weakref__", "cdata", "weak")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.cdata: int = storage._cdata
-        self._weak = cast(int, storage._weak_ref())
-        _pointers[weakref.ref(self, _dead.append)] = self._weak
+        self.weak = cast(int, storage._weak_ref())
+        _pointers[weakref.ref(self, _dead.append)] = self.weak
         if _dead:
             _give_back()
 
     def alive(self) -> bool:
         """Return whether the storage is still alive."""
-        return not torch.UntypedStorage._expired(self._weak)
+        return not torch.UntypedStorage._expired(self.weak)
 
     def resolve(self) -> torch.UntypedStorage | None:
         """Return the storage itself, which the caller then holds, too; ``None`` if it is dead."""
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak)
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak)
         return storage
 
 

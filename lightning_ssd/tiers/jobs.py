@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_ssd.common.profiling import span
-from lightning_ssd.common.tensors import Region
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError, forget_frames
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.tiers.base import NoMemoryToReadError, Part, ReadOwner, ReadRequest, StoredBytes, WriteRequest
 from lightning_ssd.tiers.copy_paths import HERE, Edges, Loaded, Piece
-from lightning_ssd.tiers.streams import StreamEvent
+from lightning_ssd.tiers.streams import PASSED, StreamEvent
 from lightning_ssd.tiers.transfer_queue import Chunk, Settle, Transfer
 
 if TYPE_CHECKING:
@@ -40,9 +39,10 @@ class _Outgoing:
         tier: gets it.
         request: the storage, and who owns it.
         parts: the room that it has already.
+        changing: guards the numbers and the parts. A leaf lock.
     """
 
-    def __init__(self, tier: Tier, request: WriteRequest, parts: list[Part]) -> None:
+    def __init__(self, tier: Tier, request: WriteRequest, parts: list[Part], changing: threading.Lock) -> None:
         self.request = request
         self.parts = parts
         self.moved_nbytes = 0
@@ -50,45 +50,39 @@ class _Outgoing:
         self.failed_nbytes = 0
         self.fault: BaseException | None = None
         """Error of telling the owner of the end, which its contract forbids."""
+        self._whole = parts[0] if parts else None
+        extent = None if self._whole is None else self._whole.extent
+        self.num_pieces = self.num_left = max(len(tier.cut(0, request.nbytes, extent)), 1)
+        """The most that it is cut into, and those of them that have not ended."""
         self._tier = tier
         self._storage: torch.UntypedStorage | None = None
         self._edges: Edges | None = None
-        self._whole = parts[0] if parts else None
         self._cuts: list[tuple[int, int]] = []
         self._checksums: list[int | None] = []
         self._check = False
-        self._memory: Region | None = None
+        self._memory = 0, 0
         self._missing_nbytes = 0  # of the pieces that were no longer wanted
         self._error: BaseException | None = None
         self._is_begun = self._is_over = False
-        self._num_left = 0
-        # Order: before the accounting lock, which the owner takes.
-        self._beginning = threading.Lock()
-        # Guards the numbers, the parts and the error. A leaf lock.
-        self._changing = threading.Lock()
+        # Order: before the accounting lock, which the owner takes. One piece is for one worker.
+        self._beginning = threading.Lock() if self.num_pieces > 1 else None
+        self._changing = changing
 
-    def num_pieces(self) -> int:
-        """Return the most pieces that it is cut into. Called once, before any of them runs."""
-        extent = None if self._whole is None else self._whole.extent
-        self._num_left = max(len(self._tier.cut(0, self.request.nbytes, extent)), 1)
-        return self._num_left
-
-    def run(self, index: int) -> bool:
-        """Write one piece. Return whether it was the last one, so that all that is left is to end."""
+    def run(self, index: int) -> None:
+        """Write one piece."""
         try:
-            with self._beginning:
-                if not self._is_begun:
-                    self._is_begun = True
-                    self._begin()
+            if self._beginning is None:
+                self._begin()
+            else:
+                with self._beginning:
+                    if not self._is_begun:
+                        self._is_begun = True
+                        self._begin()
             if self._error is None and index < len(self._cuts):
                 self._store(index)
         except BaseException as error:
             forget_frames(error)
-            with self._changing:
-                self._error = self._error or error
-        with self._changing:
-            self._num_left -= 1
-            return not self._num_left
+            self._error = self._error or error
 
     def _begin(self) -> None:
         request, tier = self.request, self._tier
@@ -97,43 +91,46 @@ class _Outgoing:
             self._is_over = True
             self.give_back()
             return
-        self._memory = _check_size(storage, request.nbytes, request.label)
+        if storage.nbytes() != request.nbytes:
+            raise StorageError(
+                f"{request.label} has {storage.nbytes():,} bytes, and had {request.nbytes:,} when its write was "
+                "queued; saved storages must not be resized"
+            )
+        self._memory = storage.data_ptr(), request.nbytes
         edges = self._edges = tier.mover.edges(storage)
         head, body = len(edges.head), request.nbytes - len(edges.head) - len(edges.tail)
         if self._whole is None and not tier.is_striped:
-            self._whole = self._place(head, body, {})
+            self._whole = tier.allocate(head, body, {})
+            self.parts.append(self._whole)
         self._cuts = tier.cut(head, body, None if self._whole is None else self._whole.extent)
         self._checksums = [None] * len(self._cuts)
         self._check = tier.wants_check()
         self.moved_nbytes = body
 
     def _store(self, index: int) -> None:
-        storage, cut, refused = self._storage, self._cuts[index], dict[int, OSError]()
+        storage, (start, nbytes), refused = self._storage, self._cuts[index], dict[int, OSError]()
         if storage is None or not self.request.owner.is_wanted():
             with self._changing:  # it was taken back, and would hold its memory as long as it is written
-                self._missing_nbytes += cut[1]
-                self.moved_nbytes -= cut[1]
+                self._missing_nbytes += nbytes
+                self.moved_nbytes -= nbytes
             return
         while True:
-            part = self._place(*cut, refused) if self._whole is None else self._whole
+            part = self._whole
+            if part is None:
+                part = self._tier.allocate(start, nbytes, refused)
+                self.parts.append(part)
             try:
-                piece = self._tier.piece(storage, part, *cut, self.request.after)
+                piece = self._tier.piece(storage, part, start, nbytes, self.request.after)
                 self._checksums[index] = self._tier.mover.store(piece, check=self._check)
                 return
             except OSError as error:
-                if self._whole is not None:
+                if part is self._whole:
                     raise
                 with self._changing:
                     self.parts.remove(part)
                 self._tier.free_parts([part])
                 self._tier.gives_up(part.lane, error)
                 refused[part.lane] = error
-
-    def _place(self, start: int, nbytes: int, refused: Mapping[int, OSError]) -> Part:
-        part = self._tier.allocate(start, nbytes, refused)
-        with self._changing:
-            self.parts.append(part)
-        return part
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell the owner, once, and let go of the memory."""
@@ -147,20 +144,20 @@ class _Outgoing:
             self.fault = raised
 
     def _tell(self, error: BaseException | None) -> None:
-        storage, edges, request = self._storage, self._edges, self.request
+        storage, edges, request, stored = self._storage, self._edges, self.request, None
         self._storage = None
-        if error is None:
-            error = _moved_meanwhile(storage, self._memory, request.label)
-        stored = None
+        if error is None and storage is not None and (storage.data_ptr(), storage.nbytes()) != self._memory:
+            # ``untyped_storage().resize_()`` and ``share_memory_()`` give a storage other memory and free what it had,
+            # with no sign in its version. What was written may be anything then; what it has now is its owner's.
+            error = StorageError(
+                f"{request.label} was given other memory while it was written (resize_ or share_memory_); it stays in "
+                "memory"
+            )
         if error is None and storage is not None and edges is not None:
+            checksums = [value for value in self._checksums if value is not None] if self._check else ()
+            parts = tuple(sorted(self.parts))
             stored = StoredBytes(
-                self._tier,
-                tuple(sorted(self.parts)),
-                request.nbytes,
-                edges,
-                tuple(value for value in self._checksums if value is not None),
-                request.label,
-                self._missing_nbytes,
+                self._tier, parts, request.nbytes, edges, tuple(checksums), request.label, self._missing_nbytes
             )
         else:
             self.moved_nbytes, self.failed_nbytes = 0, request.nbytes
@@ -175,54 +172,30 @@ class _Outgoing:
         self._tier.free_parts(parts)
 
 
-def _check_size(storage: torch.UntypedStorage, nbytes: int, label: str) -> Region:
-    """Return where the memory of a storage is, when its write begins.
-
-    Raises:
-        StorageError: it has not the size any more with which its write was queued. It stays with its owner then.
-    """
-    if storage.nbytes() != nbytes:
-        raise StorageError(
-            f"{label} has {storage.nbytes():,} bytes, and had {nbytes:,} when its write was queued; saved storages "
-            "must not be resized"
-        )
-    return Region.of(storage)
-
-
-def _moved_meanwhile(storage: torch.UntypedStorage | None, memory: Region | None, label: str) -> StorageError | None:
-    """Return what is wrong with the bytes that were read from ``memory`` while it was written.
-
-    ``untyped_storage().resize_()`` and ``share_memory_()`` give a storage other memory and free what it had, with no
-    sign in its version. What was written may be anything then; what the storage has now is its owner's.
-    """
-    if storage is None or memory is None or Region.of(storage) == memory:
-        return None
-    return StorageError(
-        f"{label} was given other memory while it was written (resize_ or share_memory_); it stays in memory"
-    )
-
-
 class Write(Transfer):
     """Storages on their way to a tier, in one job: what a worker does once for each takes as long as a small write."""
 
     def __init__(self, tier: Tier) -> None:
         super().__init__("write", 0)
         self._tier = tier
+        self._requests: list[tuple[WriteRequest, list[Part]]] = []  # until it begins
         self._outgoing: list[_Outgoing] = []
-        # Guards the bytes that have moved. A leaf lock.
-        self._counting = threading.Lock()
+        # Guards the numbers of this and of what it moves. A leaf lock.
+        self._changing = threading.Lock()
 
     def add(self, request: WriteRequest, parts: list[Part]) -> None:
         """Add a storage, before the job is queued, with the room that it has already."""
-        self._outgoing.append(_Outgoing(self._tier, request, parts))
+        self._requests.append((request, parts))
         self.nbytes += request.nbytes
 
     def begin(self) -> Sequence[Chunk] | None:
+        self._outgoing = [_Outgoing(self._tier, *request, self._changing) for request in self._requests]
+        self._requests.clear()
         self._wait_for_producers()
         pieces, sizes = list[tuple[_Outgoing, int]](), list[int]()
         for outgoing in self._outgoing:
-            number = outgoing.num_pieces()
-            pieces += [(outgoing, index) for index in range(number)]
+            number = outgoing.num_pieces
+            pieces += zip([outgoing] * number, range(number), strict=True)
             sizes += [outgoing.request.nbytes // number] * number
         return [partial(self._run, pieces[start:stop]) for start, stop in self._tier.join(sizes)]
 
@@ -232,7 +205,7 @@ class Write(Transfer):
         Of marks of one stream the last one is waited for; each copy waits for its own besides.
         """
         marks = [outgoing.request.after for outgoing in self._outgoing]
-        last = {mark.stream: mark for mark in marks if mark is not None}
+        last = {mark.stream: mark for mark in marks if mark is not None and mark is not PASSED}
         if last:
             with self.not_busy():
                 for mark in last.values():
@@ -240,14 +213,15 @@ class Write(Transfer):
 
     def _run(self, pieces: Sequence[tuple[_Outgoing, int]]) -> None:
         for outgoing, index in pieces:
-            if outgoing.run(index):
+            outgoing.run(index)
+            with self._changing:
+                outgoing.num_left -= 1
+                is_last = not outgoing.num_left
+            if is_last:
                 outgoing.end()
-                self._count()
-
-    def _count(self) -> None:
-        with self._counting:
-            self.nbytes = sum(outgoing.moved_nbytes for outgoing in self._outgoing)
-            self.failed_nbytes = sum(outgoing.failed_nbytes for outgoing in self._outgoing)
+                with self._changing:
+                    self.nbytes += outgoing.moved_nbytes - outgoing.request.nbytes
+                    self.failed_nbytes += outgoing.failed_nbytes
 
     def shares(self) -> Sequence[tuple[int | None, int]]:
         if not self.nbytes:
@@ -263,9 +237,9 @@ class Write(Transfer):
             raise fault
 
     def discard(self) -> None:
-        for outgoing in self._outgoing:
-            outgoing.give_back()
-        self._outgoing.clear()
+        for _, parts in self._requests:
+            self._tier.free_parts(parts)
+        self._requests.clear()
 
 
 class _Incoming:

@@ -61,7 +61,8 @@ class Tier:
     ) -> None:
         self.mover = mover
         self._arenas = arenas
-        self._sampler = sampler
+        self.wants_check = sampler.wants
+        """Says whether the next storage gets checksums."""
         self._drive = drive
         self._chunk_bytes = chunk_bytes
         self._num_workers = num_workers * len(arenas)
@@ -254,10 +255,6 @@ class Tier:
                     self.free_parts(stored.parts)
                 stored.readers.discard(reader)
 
-    def wants_check(self) -> bool:
-        """Whether the next storage gets checksums."""
-        return self._sampler.wants()
-
     def shares(self, parts: Sequence[Part], nbytes: int) -> list[tuple[int | None, int]]:
         """Return the numbers of the drives that hold these parts, with their bytes; ``None``: there is but one.
 
@@ -281,6 +278,8 @@ class Tier:
             extent: that they lie in, if that is known.
         """
         step = self._chunk_bytes
+        if 0 < nbytes <= step:
+            return [(start, nbytes)]
         return [(start + done, min(step, nbytes - done)) for done in range(0, nbytes, step)]
 
     def join(self, sizes: Sequence[int]) -> list[tuple[int, int]]:

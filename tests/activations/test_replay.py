@@ -23,7 +23,7 @@ from lightning_ssd.tiers.base import ReadRequest
 from lightning_ssd.tiers.jobs import Read
 from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.helpers import EAGER, KEEP, open_offloader, raw_bytes
-from tests.support.python_calls import python_calls
+from tests.support.python_calls import calls_by_thread, python_calls
 
 SIDE = 64
 NBYTES = SIDE * SIDE * 4
@@ -212,6 +212,34 @@ def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path: Path, monke
         assert offloader.stats.bytes_kept == 0
         assert sum(jobs) == length + 2
         assert len(jobs) <= 2 + length // 16, "one that is waited for, and the others in groups"
+
+
+@pytest.mark.parametrize(("side", "most_to_write", "most_to_read"), [(160, 65, 75)], ids=["each by itself"])
+def test_few_calls_of_workers_for_each_storage(
+    side: int, most_to_write: int, most_to_read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, each storage of a group went through all the others' once more, and came back in a job of its own."""
+    length = 64
+    program = PassProgram((side * side * 4,) * (length + 1), bytes(length + 1))
+    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    with calls_by_thread() as calls, open_offloader(tmp_path, EAGER) as offloader:
+        offloader._cache.accounting.most_saved_bytes = 1 << 40  # so that 16 make a group
+        for _ in range(3):
+            calls.clear()
+            with offloader.saved_tensors():
+                y = torch.rand(side, side).requires_grad_() * 1
+                for _ in range(length):
+                    y = y.sin()
+            offloader.flush()
+            offloader._cache.budget.nbytes = 1 << 40
+            y.backward(torch.ones_like(y))
+            offloader.end_backward()
+    to_write, to_read = (
+        sum(number for name, number in calls.items() if f"-{direction}-" in name) / length
+        for direction in ("write", "read")
+    )
+    assert 1 < to_write <= most_to_write
+    assert 1 < to_read <= most_to_read
 
 
 class CountedLock:
