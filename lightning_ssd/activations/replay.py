@@ -27,7 +27,7 @@ from lightning_ssd.activations.kept_storage import (
     open_kept,
 )
 from lightning_ssd.activations.kept_tensor import edited_error, give_back, keep
-from lightning_ssd.activations.saved_storage import Lease, SavedTensor
+from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe
 from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
@@ -73,7 +73,12 @@ def hooks_of(
     least, device, is_cpu = cache.min_nbytes, cache.device, cache.device.type == "cpu"
     sizes, order, wanted, by_storage = current.sizes, current.order, current.wanted_s, cache.by_storage
     expected, stays, drives, keeps_all = program
-    pack_moved, is_capturing, holds = cache.pack_moved, cache.is_capturing, cache.graph_memory.holds
+    pack_moved, pack_again, is_capturing, holds = (
+        cache.pack_moved,
+        cache.pack_again,
+        cache.is_capturing,
+        cache.graph_memory.holds,
+    )
     num_expected, left_bytes = len(expected), 0
     clock, current_node, strided, plain = time.perf_counter, torch._C._current_autograd_node, torch.strided, PLAIN_TYPES
     empty, pid = torch.empty, os.getpid()
@@ -115,29 +120,30 @@ def hooks_of(
                 and tensor.layout is strided
                 and tensor.device == device
                 and not parameters.ungathered
+                # Else what the cache would not count among the storages of the pass.
+                and (nbytes == whole or is_view)
+                and (tensor.requires_grad or not (tensor.__dict__ or whole >= max(MIN_DATA_BYTES, DATA_PARTS * nbytes)))
             ):
                 if not is_kept:
                     # What is more than this, the cache has to look at.
                     if (
-                        nbytes == whole
-                        and tensor.requires_grad
-                        and tensor.is_contiguous()
-                        and (is_host or not (is_capturing() or holds(storage.data_ptr())))
+                        (is_host or not (is_capturing() or holds(storage.data_ptr())))
                         and not (tensor.is_quantized or tensor.is_nested or is_functorch(tensor))
                         and not tensor._is_zerotensor()
                         and not fetcher.is_closed
                     ):
                         left_bytes -= whole
                         return pack_moved(current, tensor, storage, SSD if drives and drives[index] else HOST)
-                # Below, what the cache would not count among the storages of the pass.
-                elif (nbytes == whole or is_view) and (
-                    tensor.requires_grad or not (tensor.__dict__ or whole >= max(MIN_DATA_BYTES, DATA_PARTS * nbytes))
-                ):
+                else:
                     share = open_kept(accounting, current, owner, whole, begin_s)
                     by_storage[cdata] = share.record
                     left_bytes -= whole
         elif type(record) is KeptStorage and record.nbytes == whole and record.is_same_value(tensor):
             share = record.lease()
+        elif type(record) is SavedStorage and record.nbytes == whole and current.follows and tensor.requires_grad:
+            again = pack_again(record, tensor) if nbytes == whole or is_view else None
+            if again is not None:
+                return again
         if share is None:
             moves = record is None and index < num_expected and expected[index] == whole and not stays[index]
             packed = pack_slowly(current, tensor, moves)

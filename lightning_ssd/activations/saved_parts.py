@@ -9,21 +9,9 @@ Note: Why parts count
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import torch
 
-from lightning_ssd.common.tensors import can_count_holders, is_released
-
-if TYPE_CHECKING:
-    from lightning_ssd.activations.saved_storage import SavedStorage
-
-__all__ = ["WHOLE", "DeferredWrites", "SavedParts"]
-
-_NUM_LOOKED_AT = 4
-_MAX_DEFERRED = 64
+__all__ = ["WHOLE", "SavedParts"]
 
 _Part = tuple[int, tuple[tuple[int, int], ...]]
 """First byte, and (stride, size) of each dimension in bytes, the innermost one first."""
@@ -41,8 +29,8 @@ class SavedParts:
 
     def __init__(self, nbytes: int, tensor: torch.Tensor) -> None:
         self._nbytes = nbytes
-        self.is_whole = tensor.nbytes == nbytes and tensor.is_contiguous()
-        self._parts = [] if self.is_whole else [_part(tensor)]
+        self._parts = [_part(tensor)]
+        self.is_whole = self._parts[0] == (0, ((1, nbytes),))
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether those before it show all that this one shows."""
@@ -60,10 +48,6 @@ class SavedParts:
             new = begin, ((1, end - begin),)
         self._parts.append(new)
         self.is_whole = new == (0, ((1, self._nbytes),))
-
-
-WHOLE = SavedParts(0, torch.empty(0, device="cpu"))
-"""Parts of storages whose first saved tensor shows all of them: none is ever added."""
 
 
 def _part(tensor: torch.Tensor) -> _Part:
@@ -98,44 +82,5 @@ def _is_within(part: _Part, known: list[_Part]) -> bool:
     return any(part == old or (_is_dense(old) and _range(old)[0] <= begin and end <= _range(old)[1]) for old in known)
 
 
-class DeferredWrites:
-    """Storages that are to move, and of which a part alone has been saved yet, or that an operation may fill after it
-    has saved them. The accounting lock guards them.
-
-    Such a one is sent when the operation is over, and all of it has been saved or the program holds it no more; or
-    when the forward is over.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[SavedStorage, Callable[[], None]]] = deque()
-
-    def add(self, record: SavedStorage, send: Callable[[], None]) -> None:
-        """``send`` queues the record's write."""
-        self._waiting.append((record, send))
-        if len(self._waiting) > _MAX_DEFERRED:
-            self._send_first()
-
-    def look(self) -> None:
-        """Send some of those that need wait no longer."""
-        for _ in range(min(_NUM_LOOKED_AT, len(self._waiting))):
-            record, _ = self._waiting[0]
-            if record.parts.is_whole or is_released(record.identity) or not can_count_holders():
-                self._send_first()
-            else:
-                self._waiting.rotate(-1)
-
-    def send_all(self) -> None:
-        """No more is saved, or memory is short."""
-        for _ in range(len(self._waiting)):
-            self._send_first()
-
-    def drop(self) -> None:
-        """They stay in memory."""
-        self._waiting.clear()
-
-    def _send_first(self) -> None:
-        record, send = waiting = self._waiting.popleft()
-        if not record.is_filled():
-            self._waiting.append(waiting)
-        elif record.can_be_evicted:  # it was not freed, sent or used since
-            send()
+WHOLE = SavedParts(0, torch.empty(0, device="cpu"))
+"""Parts of storages whose first saved tensor shows all of them: none is ever added."""

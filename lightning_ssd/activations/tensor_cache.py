@@ -31,7 +31,7 @@ from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.parameter_filter import ParameterStorages
 from lightning_ssd.activations.replay import DATA_PARTS, MIN_DATA_BYTES, hooks_of
 from lightning_ssd.activations.run_ahead import RunAhead
-from lightning_ssd.activations.saved_parts import WHOLE, DeferredWrites, SavedParts
+from lightning_ssd.activations.saved_parts import WHOLE, SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor, open_saved
 from lightning_ssd.activations.storage_state import State
@@ -155,7 +155,6 @@ class TensorCache:
         self._threads: dict[int, threading.Thread] = {}  # those that have begun a pass, by their numbers
         # All of the following are guarded by the accounting lock.
         self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
-        self._deferred = DeferredWrites()
         self._group = WriteGroup()
         self._run_ahead = RunAhead()
         self._clock = clock_of(device)
@@ -303,7 +302,7 @@ class TensorCache:
                 if current.cursor is not None:
                     current.cursor.skip(current.sizes)
                 self.accounting.settle()
-                self._send_all()
+                self._send_group(is_over=True)
                 if self.accounting.recorder is not None:
                     self.accounting.recorder.forward_left()
 
@@ -389,7 +388,6 @@ class TensorCache:
         """Keep everything whose write has not begun: the step has failed, or the tier is closing."""
         with self.accounting.lock:
             self.accounting.settle()
-            self._deferred.drop()
             self._group.drop()
             for record in list(self.accounting.writes):
                 if record.state is State.QUEUED:
@@ -493,7 +491,7 @@ class TensorCache:
     def flush(self) -> None:
         """Block until every queued write has ended."""
         with self.accounting.lock:
-            self._send_all()
+            self._send_group(is_over=True)
         for tier in (self._tiers.ssd, self._tiers.host):
             if tier is not None:
                 tier.flush()
@@ -587,7 +585,6 @@ class TensorCache:
             with self.accounting.lock:
                 self.accounting.settle()
                 share, placement = self._stay(current, tensor, storage, nbytes)
-                self._deferred.look()
             if share is not None:
                 packed = *keep(tensor), share
                 self._heap_policy.look(self.accounting.counters.bytes_come)
@@ -605,7 +602,6 @@ class TensorCache:
                 if room is None:
                     lease = lease or self._open(current, tensor, storage, probe, placement)
                     lease.record.num_tensors += 1
-                    self._deferred.look()
                     break
             if not self.fetcher.wait_for_room(current, nbytes, room):
                 return keep(tensor)
@@ -618,8 +614,8 @@ class TensorCache:
     def pack_moved(
         self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, placement: Placement
     ) -> SavedTensor:
-        """Have a storage leave, of which this is certain: a plain one of our device that was not saved before, and all
-        of which the tensor shows, which an operation has made. Takes no lock but for the group that it leaves with.
+        """Have a storage leave, of which this is certain: a plain one of our device that was not saved before. Takes no
+        lock but for the group that it leaves with.
 
         Args:
             current: the pass that saves it.
@@ -632,15 +628,16 @@ class TensorCache:
         view = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
         origin = None if node is None else new_tuple(Origin, (node.name(), tensor.output_nr))
         mark = self.copies.mark() if self.copies.is_asynchronous else PASSED
-        lease = open_saved(self.accounting, current, storage, nbytes, probe, WHOLE, mark)
+        parts = WHOLE if tensor.nbytes == nbytes and tensor.is_contiguous() else SavedParts(nbytes, tensor)
+        lease = open_saved(self.accounting, current, storage, nbytes, probe, parts, mark)
         record = lease.record
         record.num_tensors = 1
+        record.operation = None if tensor.requires_grad else Operation.current()
         self.by_storage[storage._cdata] = record
         if self._group.add(record, placement, self.accounting.most_saved_bytes):
             with self.accounting.lock:
                 self.accounting.settle()
                 self._send_group()
-                self._deferred.look()
             self._heap_policy.look(self.accounting.counters.bytes_come)
         if mark is PASSED:
             self._counters.hook_s += time.perf_counter() - begin_s
@@ -651,6 +648,24 @@ class TensorCache:
             self.copies.protect(tensor)
             self._count_hook(begin_s, waited_s, mark)
         return SavedTensor(lease, new_tuple(TensorSpec, view), probe, origin)
+
+    def pack_again(self, record: SavedStorage, tensor: torch.Tensor) -> SavedTensor | None:
+        """Return what stands for a tensor over a storage that leaves, if it shows nothing else of it than those before.
+
+        Args:
+            record: of the storage.
+            tensor: is saved, and a gradient goes to it.
+        """
+        probe, lease = record.probe, record.lease()
+        if lease is None or not record.is_same_value(tensor._version, tensor) or probe.alias.dtype != tensor.dtype:
+            return None
+        if not record.parts.is_whole:
+            with self.accounting.lock:
+                if not record.shows(tensor, self._mark):
+                    return None
+        record.num_tensors += 1
+        self.copies.protect(tensor)
+        return SavedTensor(lease, TensorSpec.of(tensor), probe, Origin.of(tensor))
 
     def _count_hook(self, begin_s: float, waited_s: float, mark: StreamEvent | None) -> None:
         """Count the time since the hook began, without its waits.
@@ -728,30 +743,29 @@ class TensorCache:
         self.accounting.settle()
         # What stays may have to go later, when another stream is the current one.
         record.produced = self._mark()
-        if placement is not Placement.KEEP:
-            self._run_ahead.add(record.produced, nbytes, self.accounting.most_saved_bytes)
         if placement is Placement.KEEP:
             self.accounting.counters.bytes_kept += nbytes
-        elif parts.is_whole and record.operation is None:
-            self._leave_with_group(record, placement, at_once=self._limit_of(current) is not None)
-        else:
-            self._deferred.add(record, partial(self._leave_with_group, record, placement))
+            return lease
+        most_saved_bytes = self.accounting.most_saved_bytes
+        self._run_ahead.add(record.produced, nbytes, most_saved_bytes)
+        if self._group.add(record, placement, most_saved_bytes) or self._limit_of(current) is not None:
+            self._send_group()
         return lease
 
     def _mark(self) -> StreamEvent:
         return PASSED if self._tiers.ssd is None else self.copies.mark()  # where all stays, no thread waits
 
-    def _leave_with_group(self, record: SavedStorage, placement: Placement, *, at_once: bool = False) -> None:
-        if self._group.add(record, placement, self.accounting.most_saved_bytes) or at_once:
-            self._send_group()
+    def _send_group(self, *, is_over: bool = False) -> None:
+        """Queue the writes of what leaves together. The lock is held.
 
-    def _send_group(self) -> None:
-        """Queue the writes of what leaves together. The lock is held."""
+        Args:
+            is_over: of all that is to leave, because the forward is over or memory is short.
+        """
         if self.fetcher.is_closed:
             self._group.drop()
             return
         self.fetcher.note_given()  # what is in use stays
-        ssd, host, group = self._tiers.ssd, self._tiers.host, list(self._group.taken())
+        ssd, host, group = self._tiers.ssd, self._tiers.host, list(self._group.taken(is_over=is_over))
         if host is not None:
             SavedStorage.queue_writes([record for record, place in group if place is Placement.HOST], host)
         to_drives = [record for record, _ in group if record.state is State.KEPT]
@@ -764,13 +778,8 @@ class TensorCache:
         limit = self._limit_of(current)
         if limit is None or self.accounting.counters.resident_bytes + nbytes <= limit:
             return None
-        self._send_all()
+        self._send_group(is_over=True)
         return self.fetcher.admit(nbytes, limit)
-
-    def _send_all(self) -> None:
-        """Have everything leave that is to, because the forward is over or memory is short."""
-        self._deferred.send_all()
-        self._send_group()
 
     @staticmethod
     def _limit_of(current: SavedPass) -> int | None:

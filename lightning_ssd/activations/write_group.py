@@ -17,15 +17,23 @@ __all__ = ["WriteGroup"]
 
 _MAX_STORAGES = 16
 _MAX_BYTES = 64 << 20
+_MAX_HELD = 64
+_NUM_LOOKED_AT = 4
 _SHARE = 64
 """One part in so many of all that is saved."""
 
 
 class WriteGroup:
-    """Storages that leave together. Hooks add to it without a lock."""
+    """Storages that leave together. Hooks add to it without a lock.
+
+    One of which a part alone has been saved yet, or that an operation may fill after it has saved it, is held back:
+    until the operation is over, and all of it has been saved or the program holds it no more; or until the forward is
+    over.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[SavedStorage, Placement]] = deque()
+        self._ready: deque[tuple[SavedStorage, Placement]] = deque()
+        self._held: deque[tuple[SavedStorage, Placement]] = deque()
         self._nbytes = 0
 
     def add(self, record: SavedStorage, placement: Placement, most_saved_bytes: int) -> bool:
@@ -39,20 +47,46 @@ class WriteGroup:
         Returns:
             Whether there is enough for a job.
         """
-        self._waiting.append((record, placement))
-        self._nbytes += record.nbytes
+        if record.operation is None and record.parts.is_whole:
+            self._ready.append((record, placement))
+            self._nbytes += record.nbytes
+        else:
+            self._held.append((record, placement))
+        if self._held:
+            self._look(_NUM_LOOKED_AT, is_over=len(self._held) > _MAX_HELD)
         is_large = self._nbytes >= min(_MAX_BYTES, most_saved_bytes // _SHARE)
-        return is_large or len(self._waiting) >= _MAX_STORAGES
+        return bool(self._ready) and (is_large or len(self._ready) >= _MAX_STORAGES)
 
-    def taken(self) -> Iterator[tuple[SavedStorage, Placement]]:
-        """Take all of them out, in order, but for what was freed or sent meanwhile, or is in use: that stays."""
+    def _look(self, number: int, *, is_over: bool) -> None:
+        """Find those of the first ones that need be held back no longer.
+
+        Args:
+            number: of those to look at.
+            is_over: what is filled need not be saved as a whole.
+        """
+        for _ in range(min(number, len(self._held))):
+            record, placement = self._held.popleft()
+            if record.is_filled() and (is_over or record.is_saved_whole):
+                self._ready.append((record, placement))
+                self._nbytes += record.nbytes
+            else:
+                self._held.append((record, placement))
+
+    def taken(self, *, is_over: bool = False) -> Iterator[tuple[SavedStorage, Placement]]:
+        """Take out what is ready, in order, but for what was freed or sent meanwhile, or is in use: that stays.
+
+        Args:
+            is_over: no more is saved, or memory is short.
+        """
+        self._look(len(self._held) if is_over else _NUM_LOOKED_AT, is_over=is_over)
         self._nbytes = 0
-        while self._waiting:
-            record, placement = self._waiting.popleft()
+        while self._ready:
+            record, placement = self._ready.popleft()
             if record.can_be_evicted:
                 yield record, placement
 
     def drop(self) -> None:
         """Have them stay in memory."""
-        self._waiting.clear()
+        self._ready.clear()
+        self._held.clear()
         self._nbytes = 0

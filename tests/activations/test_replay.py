@@ -50,6 +50,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda y: (y.t() * y).t(),
     "parts": lambda y: torch.cat([part.tanh() for part in y.chunk(2)]),
     "larger": lambda y: torch.cat([y, y.sin()]).square()[:SIDE],
+    "norm": lambda y: torch.nn.functional.layer_norm(y, (SIDE,)),
     "dropout": lambda y: torch.nn.functional.dropout(y, 0.5),
     "edited": lambda y: y.sin().add_(1),
     "twice": lambda y: y.sin() * y.cos(),
@@ -240,6 +241,26 @@ def test_few_calls_of_workers_for_each_storage(
     )
     assert 1 < to_write <= most_to_write
     assert 1 < to_read <= most_to_read
+
+
+@pytest.mark.parametrize("name", ["view", "transposed", "parts", "twice", "dropout", "norm"])
+def test_what_moves_is_replayed_whatever_shows_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views, parts, transposed tensors, those over what leaves already, and what an operation may fill later."""
+    names = [name] * 3
+    expected, program = train(names, nullcontext()), NOTHING_KNOWN
+    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    with open_offloader(tmp_path, EAGER) as offloader:
+        for _ in range(2):
+            before = offloader.stats
+            with python_calls() as calls:
+                found = train(names, offloader.saved_tensors())
+            offloader.end_backward()
+            assert all(map(same_bits, expected, found))
+            program = PassProgram(sizes_of(offloader), bytes(len(sizes_of(offloader))))
+        assert "TensorCache.pack_moved" in calls
+        assert "TensorCache.pack" not in calls
+        stats = offloader.stats
+        assert (stats.num_saved, stats.bytes_kept) == (2 * before.num_saved, before.bytes_kept)
 
 
 class CountedLock:
