@@ -263,6 +263,8 @@ class SavedPass:
         sizes, packed_s, order = tuple(self.sizes), tuple(self.packed_s), tuple(self.order)
         if len(sizes) != len(packed_s):
             return None
+        if self.cursor is not None:  # no pass asks what to keep of it: plans tell
+            return PassProfile(sizes, order, frozenset([record.index for record in self.records if record.stays]))
         wanted_s = [self.wanted_s.get(index) for index in range(len(sizes))]
         keep = storages_to_keep(
             sizes, packed_s, wanted_s, stayed=self.stayed, write_rate=write_rate, read_rate=read_rate

@@ -22,7 +22,7 @@ from lightning_ssd.scheduling.pass_program import NOTHING_KNOWN, PassProgram
 from lightning_ssd.tiers.base import ReadRequest
 from lightning_ssd.tiers.jobs import Read
 from lightning_ssd.tiers.ssd import SsdTier
-from tests.support.helpers import EAGER, KEEP, open_offloader, raw_bytes
+from tests.support.helpers import EAGER, KEEP, PLANNED, Setup, open_offloader, raw_bytes
 from tests.support.python_calls import calls_by_thread, python_calls
 
 SIDE = 64
@@ -274,6 +274,24 @@ class CountedLock:
 
     def __exit__(self, *exc: object) -> None:
         self.lock.release()
+
+
+@pytest.mark.parametrize("setup", [EAGER, PLANNED], ids=["by profile", "by plan"])
+def test_what_to_keep_is_worked_out_where_no_plan_tells(setup: Setup, tmp_path: Path) -> None:
+    """For 300 storages it takes as long as ten of them take to be moved."""
+    with open_offloader(tmp_path, setup) as offloader:
+        x = torch.rand(SIDE, SIDE).requires_grad_()
+        for _ in range(3):
+            with offloader.saved_tensors():
+                loss = (x * 1).sin().sin().sum()
+            loss.backward()
+            with python_calls() as calls:
+                offloader.end_backward()
+            offloader.wait_for_plan()
+        assert ("storages_to_keep" in calls) == (setup is EAGER)
+        latest = offloader._cache._passes.book.latest
+        assert latest is not None
+        assert latest.sizes == (NBYTES,) * 2
 
 
 def test_an_interrupt_while_one_is_added_spoils_the_pass_and_nothing_else(tmp_path: Path) -> None:
