@@ -149,12 +149,7 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
     _refuse_other_devices(environment.device)
     with ExitStack() as stack:
         backend, directories, _ = _open_directories(stack, environment)
-        mover = _open_mover(stack, policy, backend, environment, reload=None)
-        tiers, sampler = [], Sampler(policy.verify)
-        for number, directory in enumerate(directories):
-            drive = number if len(directories) > 1 else None
-            tiers.append(SsdTier(backend, mover, [directory], events=environment.events, sampler=sampler, drive=drive))
-            stack.callback(tiers[-1].close)
+        tier = _open_ssd(stack, policy, environment, backend, directories, reload=None)
         host = share = None
         if environment.is_discrete:
             host = _open_host(stack, environment)
@@ -162,8 +157,7 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
             share = environment.host_budget.share()
             stack.callback(share.close)
         return StateFiles(
-            tiers,
-            [partial(measure_rates, backend, directory) for directory in directories],
+            tier,
             device=environment.device,
             copies=environment.copies,
             block_bytes=backend.block_bytes,

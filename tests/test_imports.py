@@ -38,7 +38,7 @@ IMPORTS: dict[str, set[str]] = {
         *("errors", "common", "planning", "memory", "telemetry", "tiers", "recompute", "scheduling", "parameters"),
         "parameters.guard",
     },
-    "optimizer.store": {"errors", "common", "memory", "storage", "tiers"},
+    "optimizer.store": {"errors", "common", "memory", "tiers"},
     "optimizer.step": {"errors", "common", "memory", "tiers"},
     "optimizer.checkpoint": {"errors", "common", "memory", "tiers", "optimizer.store", "optimizer.step"},
     "optimizer": {

@@ -257,7 +257,6 @@ class OffloadedOptimizer(Optimizer):
             self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers check the order of calls by it
             self._num_steps += 1
             self._step_s += time.perf_counter() - begin_s
-            self._states.rebalance()
             if (warning := self._states.store.take_warning()) is not None:
                 warnings.warn(warning, stacklevel=3)  # the caller of step(), above its hooks
             return loss if whole is None else whole.returned[0]

@@ -24,7 +24,6 @@ from lightning_ssd.optimizer.step.elementwise import UpdateProbe
 from lightning_ssd.optimizer.step.layout import Layout, is_unchanged, moved_out, owned, settled
 from lightning_ssd.optimizer.step.master_weights import from_master, has_master, to_master
 from lightning_ssd.optimizer.step.partition import Contents, Partition, Subgroup
-from lightning_ssd.optimizer.step.path_assignment import assign_paths, half_duplex_rate, rebalance_paths
 from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
 from lightning_ssd.optimizer.step.subgroups import Part, visit_order
 from lightning_ssd.optimizer.step.types import CoupledError, State
@@ -35,8 +34,6 @@ from lightning_ssd.telemetry.events import EventLog, StallEvent
 from lightning_ssd.telemetry.stats import OptimizerStats
 
 __all__ = ["PagedStates", "Updating", "Visit", "nothing"]
-
-_MAX_MOVES = 4
 
 Groups = Sequence[Mapping[str, Any]]
 Updating = Callable[[Sequence[Piece], Sequence[Piece]], contextlib.AbstractContextManager[None]]
@@ -104,9 +101,9 @@ class PagedStates:
             state_of=self._state_of,
         )
         self.store = StateStore(
-            files.tiers,
+            files.tier,
             device=files.device,
-            num_slots=update_memory.NUM_SLOTS * len(files.tiers),
+            num_slots=update_memory.NUM_SLOTS * files.tier.num_directories,
             copies=files.copies,
             block_bytes=files.block_bytes,
             host=files.host,
@@ -116,7 +113,6 @@ class PagedStates:
         self._slot_bytes = 0
         self._num_cached = 0
         self._memory: list[Any] = []
-        self._rates: Sequence[float] = [half_duplex_rate(*pair) for pair in files.rates()]
 
     @property
     def shared(self) -> dict[Any, Any]:
@@ -133,7 +129,7 @@ class PagedStates:
             for p in group["params"]
             if has_shape(p)
         )
-        return update_memory.subgroup_bytes(nbytes, len(self.files.tiers))
+        return update_memory.subgroup_bytes(nbytes, self.files.tier.num_directories)
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -149,7 +145,7 @@ class PagedStates:
                 new,
                 lambda p: self._trials.element_bytes(p, numbers[id(p)]),
                 lambda p: self._trials.may_slice(p, numbers[id(p)]),
-                lambda num: self.store.add(assign_paths(num, self._rates), len(self.partition.subgroups)),
+                lambda num: self.store.add(num, len(self.partition.subgroups)),
             )
             self._fit_cache(max(subgroup.expected_bytes for subgroup in self.partition.subgroups))
             self._reserve()
@@ -173,18 +169,15 @@ class PagedStates:
         share = self.files.share
         self._slot_bytes = max(self._slot_bytes, largest_bytes)
         if share is not None:
-            wanted = len(self.partition.subgroups) - update_memory.NUM_SLOTS * len(self.files.tiers)
+            wanted = len(self.partition.subgroups) - update_memory.NUM_SLOTS * self.files.tier.num_directories
             num = share.fit(max(wanted, 0), self._slot_bytes)
             self.store.add_slots(num - self._num_cached)
             self._num_cached = num
 
     def _reserve(self) -> None:
         """Reserve disk space for all states, and for the writes of a step, which free the old extents afterwards."""
-        spare = self.store.num_slots * self.partition.max_bytes // len(self.files.tiers)
-        needs = [spare] * len(self.files.tiers)
-        for subgroup, path in zip(self.partition.subgroups, self.store.paths, strict=True):
-            needs[path] += subgroup.expected_bytes
-        self.files.reserve(needs)
+        spare = self.store.num_slots * self.partition.max_bytes
+        self.files.reserve(spare + sum(subgroup.expected_bytes for subgroup in self.partition.subgroups))
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -370,12 +363,6 @@ class PagedStates:
             layout.collect(states, storage)
         self.store.give(index, storage, is_dirty=True, keep=keep, new=(subgroup, contents))
 
-    def rebalance(self) -> None:
-        """Send the next writes to the drives by their measured rates."""
-        if len(self.store.tiers) > 1:
-            self._rates = [half_duplex_rate(*pair) for pair in self.files.rates()]
-            self.store.assign(rebalance_paths(self.store.paths, self._rates, max_moves=_MAX_MOVES))
-
     # -- states from elsewhere -----------------------------------------------------------------------------------
 
     @property
@@ -478,12 +465,12 @@ class PagedStates:
             state_bytes=sum(s.layout.nbytes for s in self.partition.subgroups if s.layout is not None),
             resident_bytes=self.store.slots.lent_bytes,
             resident_peak_bytes=self.store.slots.peak_bytes,
-            written_bytes=sum(p.written_bytes for p in progress),
-            read_bytes=sum(p.read_bytes for p in progress),
+            written_bytes=progress.written_bytes,
+            read_bytes=progress.read_bytes,
             kept_bytes=self.store.kept_bytes,
             stall_s=self.store.stall_s,
-            fetch_busy_s=sum(p.read_busy_s for p in progress),
-            flush_busy_s=sum(p.write_busy_s for p in progress),
+            fetch_busy_s=progress.read_busy_s,
+            flush_busy_s=progress.write_busy_s,
             update_s=self._update_s,
         )
 

@@ -82,7 +82,7 @@ class DeviceGradients:
         room = 0 if host is None else max(host.capacity_bytes - host.used_bytes, 0)
         to_drives = max(nbytes - room, 0)
         if to_drives and new_nbytes:
-            ssd.reserve(ssd.disk_bytes + min(to_drives, new_nbytes))
+            ssd.reserve(ssd.disk_bytes + min(to_drives, new_nbytes), "gradients")
         if nbytes:
             total, written, free = format_sizes(nbytes, to_drives, room)
             _log.info(

@@ -122,7 +122,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
                 self._take_over(one, [("", None)], [])
 
     def _check_room(self, new: Sequence[SharedWeights]) -> None:
-        self._tiers.ssd.reserve(sum(weights.storage.nbytes() for weights in new))
+        self._tiers.ssd.reserve(sum(weights.storage.nbytes() for weights in new), "weights")
 
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         nbytes = sum(weights.storage.nbytes() for weights in new)

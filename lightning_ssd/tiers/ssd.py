@@ -41,7 +41,6 @@ class SsdTier(Tier):
         num_workers: workers per direction and directory.
         first: number of the directory that the first bytes go to. Processes that share the directories save the same
             sizes at the same moments: with equal ones they would all begin at one drive.
-        drive: where the tier has but one directory, its number among those of others, for events.
 
     Note [writes give way]: reads and writes share the drives. While the training thread waits for a read, no worker
     begins a write or the next chunk of one (see ``tiers/read_priority.py`` for how long at most).
@@ -60,7 +59,6 @@ class SsdTier(Tier):
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         num_workers: int = DEFAULT_WORKERS,
         first: int = 0,
-        drive: int | None = None,
     ) -> None:
         self._begins_at = deque([first % len(directories)])  # once
         self._refusing: set[int] = set()  # directories that no write goes to any more
@@ -77,7 +75,6 @@ class SsdTier(Tier):
                 chunk_bytes=max(chunk_bytes // backend.block_bytes, 1) * backend.block_bytes,
                 num_workers=num_workers,
                 gate=UrgentGate(),
-                drive=drive,
             )
             undo.pop_all()
 
@@ -86,15 +83,33 @@ class SsdTier(Tier):
         """Size of the spill files."""
         return sum(arena.size_bytes for arena in self._arenas)
 
-    def reserve(self, nbytes: int) -> None:
-        """Let the spill files have at least ``nbytes`` bytes together.
+    @property
+    def num_directories(self) -> int:
+        """How many directories it has."""
+        return len(self._arenas)
+
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Let the spill files have at least ``nbytes`` bytes together, in equal parts where each has room.
+
+        What a directory has no room for is reserved in another one, which gets the writes that the former refuses.
+
+        Args:
+            nbytes: in all files.
+            what: needs them, for the message.
 
         Raises:
-            OutOfSpaceError: a file system has not so many.
+            OutOfSpaceError: all directories together have no room. What was reserved stays.
         """
-        share = -(-nbytes // len(self._arenas))
-        for arena in self._arenas:
-            arena.reserve(share)
+        share, num, refusal = -(-nbytes // len(self._arenas)), len(self._arenas), None
+        for turn, arena in enumerate(self._arenas * 2):  # the second time what others have refused
+            try:
+                arena.reserve(share if turn < num else arena.size_bytes + max(nbytes - self.disk_bytes, 0))
+            except OutOfSpaceError as error:
+                refusal = refusal or error
+        if refusal is not None and (missing := nbytes - self.disk_bytes) > 0:
+            raise OutOfSpaceError(
+                refusal.errno, f"{what} need {nbytes:,} bytes; {missing:,} of them have no place: {refusal}"
+            ) from refusal
 
     def show(self, stored: StoredBytes, view: FileView, start: int, offset: int, nbytes: int) -> None:
         """Map part of a body, from ``offset`` on, at ``start`` of a view. It stays as it is until :meth:`free`."""

@@ -41,7 +41,6 @@ class Tier:
         chunk_bytes: largest request. The workers of a direction share a transfer chunk by chunk.
         num_workers: workers per direction and arena.
         gate: urgent reads announce themselves there, and writes give way to them.
-        drive: number of a single arena among those of other tiers, for events.
     """
 
     name: ClassVar[str]
@@ -57,13 +56,11 @@ class Tier:
         chunk_bytes: int,
         num_workers: int,
         gate: UrgentGate | None = None,
-        drive: int | None = None,
     ) -> None:
         self.mover = mover
         self._arenas = arenas
         self.wants_check = sampler.wants
         """Says whether the next storage gets checksums."""
-        self._drive = drive
         self._chunk_bytes = chunk_bytes
         self._num_workers = num_workers * len(arenas)
         self.is_striped = len(arenas) > 1
@@ -263,7 +260,7 @@ class Tier:
             nbytes: that have moved, for a tier of one arena.
         """
         if not self.is_striped or not parts:
-            return [(self._drive, nbytes)]
+            return [(None, nbytes)]
         by_lane: dict[int | None, int] = {}
         for part in parts:
             by_lane[part.lane] = by_lane.get(part.lane, 0) + part.nbytes

@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[int, Callable[[Any], torch.optim.Optimizer]]] = {
 
 
 def spilled(optimizer: torch.optim.Optimizer) -> list[int]:
-    return [tier.disk_bytes for tier in files_of(optimizer).tiers]
+    return [arena.size_bytes for arena in files_of(optimizer).tier._arenas]
 
 
 @pytest.mark.parametrize("kind", KINDS)

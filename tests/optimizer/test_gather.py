@@ -138,7 +138,7 @@ def test_space_that_states_need_is_not_taken(tmp_path, monkeypatch):
 def test_another_directory_takes_what_one_refuses(tmp_path):
     expected = tensors()
     with opened(tmp_path / "a", tmp_path / "b") as optimizer:
-        first = files_of(optimizer).tiers[0]
+        first = files_of(optimizer).tier._arenas[0]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(first, "allocate", lambda nbytes: (_ for _ in ()).throw(OutOfSpaceError(28, "full")))
             spool = spool_of(optimizer, 0)

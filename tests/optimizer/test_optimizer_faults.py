@@ -79,7 +79,7 @@ def test_a_read_that_fails_once_is_tried_again(spill_dir):
         drive.corrupt_read = lambda index: index == 22
         pair.train(optimizer, 4)
         assert drive.num_reads > 45
-        assert sum(tier.num_retries for tier in store_of(optimizer).tiers) == 3
+        assert store_of(optimizer).tier.num_retries == 3
         pair.check(optimizer)
 
 

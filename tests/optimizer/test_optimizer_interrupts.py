@@ -236,7 +236,6 @@ def test_a_late_parameter_is_updated_whatever_was_interrupted(spill_dir):
         "optimizer/step/partition.py",
         "optimizer/store/store.py",
         "optimizer/offloaded_optimizer.py",
-        "optimizer/step/path_assignment.py",
     )
     num = 0
     with offloaded(pair.inner, spill_dir) as (optimizer, _):

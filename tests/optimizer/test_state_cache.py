@@ -93,8 +93,8 @@ def store_with(copies, directory, *, num_slots=2):
     events = EventLog()
     ssd = SsdTier(backend, HostMover(backend, None), [directory], events=events, sampler=Sampler("full"))
     host = HostTier(1 << 20, copies, pin=False, events=events)
-    store = StateStore([ssd], device=CPU, num_slots=num_slots, copies=copies, host=host)
-    store.add([0] * 6)
+    store = StateStore(ssd, device=CPU, num_slots=num_slots, copies=copies, host=host)
+    store.add(6)
     try:
         yield store
     finally:

@@ -24,7 +24,6 @@ from tests.support.patience import PATIENCE_S
 from tests.support.state_stores import (
     CPU,
     NBYTES,
-    Drive,
     assert_all_hold,
     assert_holds,
     mapped_bytes,
@@ -40,7 +39,7 @@ from tests.support.threads import at_once
 
 def test_new_memory_comes_before_reads_ahead_of_time(drive, tmp_path):
     """Else all that was asked for would be read, and dropped, before there were new memory."""
-    with store_on((drive, tmp_path), num_slots=3) as store:
+    with store_on(drive, tmp_path, num_slots=3) as store:
         put_all(store, range(6))
         store.flush()
         store.evict(range(6))
@@ -57,7 +56,7 @@ def test_new_memory_comes_before_reads_ahead_of_time(drive, tmp_path):
 @pytest.mark.parametrize("is_dirty", [True, False])
 def test_kept_subgroups_go_before_memory_runs_out(room, is_dirty, drive, tmp_path, monkeypatch):
     """Fewer fit than slots were promised: activations or gradients have taken the memory."""
-    with store_on((drive, tmp_path), num_slots=5) as store:
+    with store_on(drive, tmp_path, num_slots=5) as store:
         take = store.slots.take
 
         def limited(nbytes):
@@ -84,8 +83,8 @@ def test_who_makes_room_waits_for_the_stream_that_has_changed_the_states(drive, 
     copies, may_compute = StreamOfThread(), threading.Event()
     mover = StagedMover(drive, StagingPool(), copies)
     with closing(SsdTier(drive, mover, [tmp_path], events=EventLog(), sampler=Sampler("full"))) as tier:
-        store = StateStore([tier], device=CPU, num_slots=2, copies=copies)
-        store.add([0, 0, 0])
+        store = StateStore(tier, device=CPU, num_slots=2, copies=copies)
+        store.add(3)
         put_all(store, range(3))
         store.wait_for_writes()
         changed, other = store.take(0), store.take(1)
@@ -121,7 +120,7 @@ def test_who_makes_room_waits_for_the_stream_that_has_changed_the_states(drive, 
 
 
 def test_memory_of_an_interrupted_step_comes_back(drive, tmp_path):
-    with store_on((drive, tmp_path)) as store:
+    with store_on(drive, tmp_path) as store:
         for _ in range(5):
             store.take(0)
             store.allocate(NBYTES)  # and here Ctrl-C comes
@@ -135,7 +134,7 @@ def test_memory_of_an_interrupted_step_comes_back(drive, tmp_path):
 
 def test_a_dying_holder_waits_for_no_lock(drive, tmp_path):
     """It may die in the garbage collector, under a lock that the owner of the store's lock waits for."""
-    with store_on((drive, tmp_path)) as store:
+    with store_on(drive, tmp_path) as store:
         put(store, 0, 1)
         store.flush()
         held = store.hold(0)
@@ -153,7 +152,7 @@ def test_a_dying_holder_waits_for_no_lock(drive, tmp_path):
 
 
 def test_after_close_nobody_waits(drive, tmp_path):
-    with store_on((drive, tmp_path)) as store:
+    with store_on(drive, tmp_path) as store:
         put(store, 0, 1)
         store.flush()
         store.evict([0])
@@ -177,7 +176,7 @@ def test_random_use_is_as_a_dictionary(num_slots, drive, tmp_path):
     expected = {}
     held = []
     drive.fail_write = lambda index: eio() if index % 11 == 3 else None
-    with store_on((drive, tmp_path), num_slots=num_slots) as store:
+    with store_on(drive, tmp_path, num_slots=num_slots) as store:
 
         def act():
             for step in range(400):
@@ -218,7 +217,7 @@ def test_random_use_is_as_a_dictionary(num_slots, drive, tmp_path):
 
 def test_a_copy_in_memory_is_a_use_on_the_current_stream(drive, tmp_path):
     """Memory that a worker has allocated on another stream must not be lent again before the copy has been made."""
-    with store_on((drive, tmp_path)) as store:
+    with store_on(drive, tmp_path) as store:
         put(store, 0, 7, keep=True)
         calls = []
         store.slots.used_here = lambda storage: calls.append(storage.data_ptr())
@@ -241,7 +240,7 @@ def test_memory_of_a_device_is_free_once_it_is_written(drive, tmp_path, monkeypa
         return storage
 
     monkeypatch.setattr(BufferPool, "_take", take)
-    with store_on((drive, tmp_path), num_slots=2) as store:
+    with store_on(drive, tmp_path, num_slots=2) as store:
         put_all(store, range(6))
         store.wait_for_writes()
         assert len(made) == 6
@@ -253,7 +252,7 @@ def test_memory_of_a_device_is_free_once_it_is_written(drive, tmp_path, monkeypa
 def test_each_stuck_subgroup_has_one_more_slot_until_it_is_written(drive, tmp_path):
     """Failures that come and go must not let memory grow for ever."""
     drive.fail_write = always(eio)
-    with store_on((drive, tmp_path)) as store:
+    with store_on(drive, tmp_path) as store:
         for value in range(4):
             put_all(store, range(3), value)
             store.wait_for_writes()
@@ -267,42 +266,44 @@ def test_each_stuck_subgroup_has_one_more_slot_until_it_is_written(drive, tmp_pa
         assert_all_hold(store, range(3), 3)
 
 
-def test_the_other_directory_takes_over(drive, tmp_path):
-    (tmp_path / "other").mkdir()
-    drive.fail_write = always(enospc)
-    with store_on((drive, tmp_path), (Drive(tmp_path / "other"), tmp_path / "other")) as store:
+def test_the_other_directory_takes_over(drive, tmp_path, monkeypatch):
+    full, other = (tmp_path / name for name in ("full", "other"))
+    full.mkdir()
+    other.mkdir()
+    write = drive.write
+
+    def write_to_the_other(arena, region, offset):
+        if arena.directory == full:
+            raise enospc()
+        write(arena, region, offset)
+
+    monkeypatch.setattr(drive, "write", write_to_the_other)
+    with store_on(drive, full, other) as store:
         for value in (1, 2):
             put_all(store, range(6), value)
         store.flush()
         assert store.take_warning() is None
-        assert set(store.paths) == {1}
+        assert [arena.used_bytes for arena in store.tier._arenas] == [0, 6 * NBYTES]
         assert store.num_slots == 2
-        store.assign([0] * 6)  # as if the rates said so
-        for index in range(6):
-            assert_holds(store, index, 2)
-            put(store, index, 3)
-        store.flush()
-        assert set(store.paths) == {1}
-        assert_all_hold(store, range(6), 3)
+        assert_all_hold(store, range(6), 2)
 
 
-def test_a_write_that_fails_while_directories_close_kills_no_worker(drive, tmp_path, monkeypatch):
-    """The directory that would take over has closed already."""
+def test_a_write_that_fails_while_the_drives_close_kills_no_worker(drive, tmp_path, monkeypatch):
     died = []
     monkeypatch.setattr(threading, "excepthook", died.append)
-    (tmp_path / "other").mkdir()
     drive.fail_write = always(eio)
-    with store_on((drive, tmp_path), (Drive(tmp_path / "other"), tmp_path / "other")) as store:
+    with store_on(drive, tmp_path) as store:
         store.prefetch([])
         drive.may_move.clear()
         put(store, 0, 1)
         deadline_s = time.monotonic() + PATIENCE_S
-        while drive.num_writes == 0 and store.tiers[0]._writes._num_active == 0:
+        while drive.num_writes == 0 and store.tier._writes._num_active == 0:
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
-        store.tiers[1].close()
+        closing = threading.Thread(target=store.tier.close)
+        closing.start()
         drive.may_move.set()
-        store.tiers[0].close()
+        closing.join(PATIENCE_S)
         within_patience(store.wait_for_writes)
         assert store.in_memory() == [0]
     assert not died
@@ -310,7 +311,7 @@ def test_a_write_that_fails_while_directories_close_kills_no_worker(drive, tmp_p
 
 def test_a_read_that_fails_is_told_to_who_takes_it_and_to_nobody_later(drive, tmp_path):
     """Also where it was read ahead of time, and states have been replaced since."""
-    with store_on((drive, tmp_path), num_slots=4) as store:
+    with store_on(drive, tmp_path, num_slots=4) as store:
         put_all(store, range(6), 1)
         store.flush()
         store.evict(range(6))
@@ -330,7 +331,7 @@ def test_a_read_that_fails_is_told_to_who_takes_it_and_to_nobody_later(drive, tm
 
 def test_no_memory_for_a_read_is_an_error_not_a_hang(drive, tmp_path, monkeypatch):
     """The read begins in a worker, as soon as a write has freed memory."""
-    with store_on((drive, tmp_path)) as store:
+    with store_on(drive, tmp_path) as store:
         put(store, 0, 1)
         store.flush()
         store.evict([0])

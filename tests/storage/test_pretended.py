@@ -235,9 +235,9 @@ def dropped_and_found(directory, device):
 def read_for_nobody(directory, device):
     """States are read ahead, and let go of unused."""
     with tier_of("ssd", directory, device) as tier, ExitStack() as stack:
-        store = StateStore([tier], device=CPU, num_slots=2, copies=device)
+        store = StateStore(tier, device=CPU, num_slots=2, copies=device)
         stack.callback(store.close)
-        store.add([0])
+        store.add(1)
         put(store, 0, 1)
         store.wait_for_writes()
         with held_copies():

@@ -38,19 +38,15 @@ class Drive(FaultyBackend):
 
 
 @contextmanager
-def store_on(*drives: tuple[Drive, Path], num_slots: int = 2, num: int = 6) -> Iterator[StateStore]:
-    """A store of ``num`` subgroups, turn by turn on each of the drives."""
+def store_on(drive: Drive, *directories: Path, num_slots: int = 2, num: int = 6) -> Iterator[StateStore]:
+    """A store of ``num`` subgroups in these directories."""
     with ExitStack() as stack:
-        tiers = []
-        for drive, directory in drives:
-            mover = HostMover(drive, None)
-            tiers.append(
-                SsdTier(drive, mover, [directory], events=EventLog(), sampler=Sampler("full"), chunk_bytes=4096)
-            )
-            stack.callback(tiers[-1].close)
-            stack.callback(drive.may_move.set)
-        store = StateStore(tiers, device=CPU, num_slots=num_slots, copies=HostCopies())
-        store.add(index % len(drives) for index in range(num))
+        mover, events = HostMover(drive, None), EventLog()
+        tier = SsdTier(drive, mover, directories, events=events, sampler=Sampler("full"), chunk_bytes=4096)
+        stack.callback(tier.close)
+        stack.callback(drive.may_move.set)
+        store = StateStore(tier, device=CPU, num_slots=num_slots, copies=HostCopies())
+        store.add(num)
         yield store
         store.close()
 
@@ -88,7 +84,7 @@ def assert_all_hold(store: StateStore, indices: Iterable[int], value: int | None
 
 def used_bytes(store: StateStore) -> int:
     store.settle()
-    return sum(arena.used_bytes for tier in store.tiers for arena in tier._arenas)
+    return sum(arena.used_bytes for arena in store.tier._arenas)
 
 
 def mapped_bytes(store: StateStore) -> int:

@@ -71,7 +71,7 @@ class TensorSpool:
     def __init__(self, files: StateFiles, store: StateStore, nbytes: int) -> None:
         self._files = files
         self._store = StateStore(
-            files.tiers, device=files.device, num_slots=1, copies=files.copies, block_bytes=files.block_bytes
+            files.tier, device=files.device, num_slots=1, copies=files.copies, block_bytes=files.block_bytes
         )
         self._held: list[StoredCopy] = []
         self._hold = CopyPin()
@@ -80,7 +80,7 @@ class TensorSpool:
         self._refusal: Exception | None = None
         self._refused_bytes = 0
         try:
-            files.reserve([tier.disk_bytes - (-nbytes // len(files.tiers)) for tier in files.tiers])
+            files.reserve(files.tier.disk_bytes + nbytes)
         except (StorageError, OffloaderClosedError) as error:
             self._refusal = error
 
@@ -109,7 +109,7 @@ class TensorSpool:
 
     def _put(self, tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
         index = len(self._store)
-        self._store.add([index % len(self._files.tiers)])
+        self._store.add(1)
         storage = self._store.allocate(round_up(nbytes, self._files.block_bytes))
         room = storage_bytes(storage, 0, nbytes).view(tensor.dtype).view(tensor.shape)
         room.copy_(tensor)

@@ -1,8 +1,7 @@
 """Cut parameters into subgroups with a bounded number of bytes of states, and order the visits to them.
 
-A *subgroup* is loaded, updated and written back as a whole; ``path_assignment.py`` assigns each to a path. As in
-MLP-Offload (arXiv 2509.02480, section on design principles), subgroups are the unit of placement, and the order of
-visits is reversed with each step.
+A *subgroup* is loaded, updated and written back as a whole. As in MLP-Offload (arXiv 2509.02480, section on design
+principles), the order of visits is reversed with each step.
 """
 
 from __future__ import annotations

@@ -90,8 +90,6 @@ class Owner(Protocol):
 class SubgroupEntry:
     """The memory, the stored copy and the moves of one subgroup."""
 
-    path: int = 0
-    """Number of the tier that the next write goes to."""
     where: Residency = Residency.AWAY
     storage: torch.UntypedStorage | None = None
     """Its memory, also while a read fills it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -63,12 +63,12 @@ class _Move:
 
 
 class StateStore:
-    """Subgroups by number, in a bounded number of slots in memory, and any number of directories.
+    """Subgroups by number, in a bounded number of slots in memory, and on drives.
 
     The training thread makes all calls except the callbacks of tiers, which workers make.
 
     Args:
-        tiers: one per directory.
+        tier: the drives.
         device: device of the memory.
         num_slots: limit of slots, each of which holds a subgroup. A subgroup that cannot be written gets one more.
         copies: makes copies between that device and the host.
@@ -78,7 +78,7 @@ class StateStore:
 
     def __init__(
         self,
-        tiers: Sequence[SsdTier],
+        tier: SsdTier,
         *,
         device: torch.device,
         num_slots: int,
@@ -86,7 +86,7 @@ class StateStore:
         block_bytes: int = PAGE_BYTES,
         host: HostTier | None = None,
     ) -> None:
-        self.tiers = tuple(tiers)
+        self.tier = tier
         self.block_bytes = block_bytes
         self.stall_s = 0.0
         self.kept_bytes = 0
@@ -103,7 +103,7 @@ class StateStore:
         self._num_stuck = 0
         self._warning: str | None = None
         self.write_error: str | None = None
-        """The last error of a write that no directory has taken."""
+        """The last error of a write that no drive has taken."""
         self._allocated: torch.UntypedStorage | None = None
         self._returned = DeferredReleases()
         self._is_closed = False
@@ -123,24 +123,14 @@ class StateStore:
     def __len__(self) -> int:
         return len(self._homes)
 
-    def add(self, paths: Iterable[int], first: int | None = None) -> None:
+    def add(self, num: int, first: int | None = None) -> None:
         """Add subgroups.
 
         Args:
-            paths: the tier that each is to be written to.
+            num: how many.
             first: number of the first new subgroup. Entries from it on are left from an interrupted call, and dropped.
         """
-        self._homes[first if first is not None else len(self) :] = [SubgroupEntry(path=path) for path in paths]
-
-    @property
-    def paths(self) -> list[int]:
-        """The tier that the next write of each subgroup goes to."""
-        return [home.path for home in self._homes]
-
-    def assign(self, paths: Sequence[int]) -> None:
-        """Set the tiers of the next writes. Bytes that are on a drive stay there until then."""
-        for home, path in zip(self._homes, paths, strict=True):
-            home.path = path
+        self._homes[first if first is not None else len(self) :] = [SubgroupEntry() for _ in range(num)]
 
     def in_memory(self) -> list[int]:
         """Return the subgroups that are in memory, and need no fetch."""
@@ -320,12 +310,12 @@ class StateStore:
         self._until(lambda: not any(home.where is Residency.WRITING for home in self._homes), line)
 
     def _let_go(self, index: int, *, to_drive: bool = False) -> None:
-        """Write a subgroup to host memory while there is room, else to its own directory or another; or drop it."""
+        """Write a subgroup to host memory while there is room, else to the drives; or drop it."""
         home = self._homes[index]
         if not home.is_dirty:
             self._drop(home)
             return
-        home.targets = sorted(self.tiers, key=lambda tier: tier is not self.tiers[home.path])
+        home.targets = [self.tier]
         if self._host is not None and not to_drive:
             home.targets.insert(0, self._host)
             if home.copy is not None and home.copy.is_cached:
@@ -344,8 +334,6 @@ class StateStore:
             tier = home.targets.pop(0)
             if home.storage is None:
                 raise RuntimeError("a subgroup without memory was to be written")
-            if tier in self.tiers:
-                home.path = self.tiers.index(tier)
             # An earlier write may be in the queue though its call was interrupted. It is no longer the entry's writer.
             write = home.writer = _Move(self, index, tier, home.storage)
             mark = home.used or self._copies.mark()
