@@ -6,7 +6,6 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -40,9 +39,8 @@ from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.directories import HeldDirectory, created_directories, warn_shared_filesystem
-from lightning_ssd.storage.drive_probe import Rates, measure_rates
 from lightning_ssd.storage.factory import open_backend
-from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping
+from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping, measure_rates
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import DeviceMover, HostMover, Mover, StagedMover
 from lightning_ssd.tiers.host import HostTier
@@ -113,12 +111,11 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
     wear = open_wear_meter(environment)
     scheduler = None
     if policy.activations == "auto":
-        probe, probe_host = partial(_measure_all, backend, directories), partial(measure_copies, environment.device)
         meter = BandwidthMeter(
             ssd,
-            probe,
+            partial(measure_rates, backend, directories, ssd.mover, device=environment.device),
             host=host,
-            probe_host=probe_host,
+            probe_host=partial(measure_copies, environment.device),
             place=_place(environment.paths),
             expected=environment.expected_rates,
             cost_s_per_byte=0.0 if cpu is None else cpu.mapping_s_per_moved_byte,
@@ -353,28 +350,6 @@ def _open_directories(stack: ExitStack, environment: Environment) -> tuple[Backe
         opened.callback(backend.close)
         stack.callback(opened.pop_all().close)
     return (backend if environment.wrap_backend is None else environment.wrap_backend(backend)), directories, why
-
-
-def _measure_all(backend: Backend, directories: Sequence[Path]) -> Rates:
-    """Measure all drives at once, as training uses them. A full drive is left out, as it is when bytes are written.
-
-    Raises:
-        OSError: no drive can be measured.
-    """
-    with ThreadPoolExecutor(len(directories)) as pool:
-        probes = [pool.submit(measure_rates, backend, directory) for directory in directories]
-    found, failures = [], []
-    for probe in probes:
-        error = probe.exception()
-        if error is None:
-            found.append(probe.result())
-        elif isinstance(error, OSError):
-            failures.append(error)
-        else:
-            raise error
-    if not found:
-        raise failures[0]
-    return Rates(sum(rates.write_per_s for rates in found), sum(rates.read_per_s for rates in found))
 
 
 def _place(paths: Sequence[Path]) -> str:

@@ -66,7 +66,7 @@ IMPORTS: dict[str, set[str]] = {
     "huggingface": {"errors", "config", "telemetry", "optimizer", "offloader", "strategies"},
     "__init__": {"config", "telemetry", "offloader", "monitor", "strategies", "callback", "huggingface"},
     "cli": {
-        *("errors", "planning", "common", "config", "memory", "recompute", "storage", "wear", "scheduling"),
+        *("errors", "planning", "common", "config", "memory", "recompute", "storage", "wear", "tiers", "scheduling"),
         *("parameters", "reports", "_environment"),
     },
     "__main__": {"cli"},

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,9 +15,10 @@ from lightning_ssd.common.formatting import escape_control, format_sizes
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.validation import parse_size
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
-from lightning_ssd.storage.drive_probe import Rates, measure_rates, read_back_ok
+from lightning_ssd.storage.drive_probe import Rates, read_back_ok
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.filesystem import inspect_directory
+from lightning_ssd.tiers.bandwidth_meter import measure_rates
 
 __all__ = ["bench"]
 
@@ -42,25 +41,22 @@ def bench(
     """Measure how fast directories are written and read, each alone and all together.
 
     Past the page cache, with the chunks and threads of training, in files without names that are gone at the end. Each
-    directory needs room for 1.3 times SIZE and is written twice, with several of them four times, which is said before.
-    The last line has the rates to paste.
+    directory needs room for 1.3 times SIZE and is written twice. Several are also written twice together, where faster
+    ones get more. How much that is in all is said before. The last line has the rates to paste.
     """
     with reported_errors():
         paths, nbytes = _checked(directories, size, allow_unsuitable=allow_unsuitable)
         written = (2 if len(paths) == 1 else 4) * nbytes
-        each, total = format_sizes(written, written * len(paths))
-        where = "the directory" if len(paths) == 1 else f"each of {len(paths)} directories, {total} in all"
-        console().print(f"Writes {each} to {where}; nothing stays there.\n")
+        (total,) = format_sizes(written * len(paths))
+        where = "the directory" if len(paths) == 1 else f"{len(paths)} directories, more to faster ones"
+        console().print(f"Writes {total} to {where}; nothing stays there.\n")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         chosen, why = open_backend(backend, directories=paths, device=device, allow_unsuitable_paths=allow_unsuitable)
         try:
             device = device if chosen.moves_device_memory else torch.device("cpu")
             with StatusLine(f"Measuring {', '.join(map(str, paths))}", delay_s=0):
-                one = partial(measure_rates, chosen, nbytes=nbytes, device=device)
-                alone = [one(path) for path in paths]
-                with ThreadPoolExecutor(len(paths)) as pool:
-                    at_once = alone if len(paths) == 1 else list(pool.map(one, paths))
-                together = Rates(sum(r.write_per_s for r in at_once), sum(r.read_per_s for r in at_once))
+                alone = [measure_rates(chosen, [path], nbytes=nbytes, device=device) for path in paths]
+                together = alone[0] if len(paths) == 1 else measure_rates(chosen, paths, nbytes=nbytes, device=device)
                 for path in paths:
                     if not read_back_ok(chosen, path, device=device, nbytes=DEFAULT_CHUNK_BYTES):
                         raise CommandError(

@@ -46,8 +46,8 @@ from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.planning.what_fits import Choice, Fit, ModelSize, choose, fit, largest
 from lightning_ssd.scheduling.memory_limits import MIN_RELIEF
-from lightning_ssd.storage.drive_probe import measure_rates
 from lightning_ssd.storage.factory import open_backend
+from lightning_ssd.tiers.bandwidth_meter import measure_rates
 from lightning_ssd.wear.endurance import Drive, life_days
 
 __all__ = ["plan"]
@@ -264,7 +264,7 @@ def _this_machine() -> Described:
     device = torch.device("cpu")
     backend, _ = open_backend(hardware.backend, directories=paths, device=device)
     try:
-        rates = [measure_rates(backend, path) for path in paths]
+        rates = measure_rates(backend, paths)
     finally:
         backend.close()
     memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GB
@@ -274,8 +274,8 @@ def _this_machine() -> Described:
         device_peak_tflops=_timed_tflops(),
         host_memory_gb=memory_gb,
         num_drives=len(paths),
-        drive_write_gb_per_s=sum(rate.write_per_s for rate in rates) / len(paths) / _GB,
-        drive_read_gb_per_s=sum(rate.read_per_s for rate in rates) / len(paths) / _GB,
+        drive_write_gb_per_s=rates.write_per_s / len(paths) / _GB,
+        drive_read_gb_per_s=rates.read_per_s / len(paths) / _GB,
     )
     return Described("this machine (a matrix product was timed)", hardware, machine)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
 
 import torch
 
@@ -13,19 +15,116 @@ from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.errors import StorageError
-from lightning_ssd.memory.mmap import READ_WRITE, address_of, map_anonymous
+from lightning_ssd.memory.mmap import READ_WRITE, MappedBlock, address_of, map_anonymous
 from lightning_ssd.planning.bandwidth import RateEstimate, first_guess
 from lightning_ssd.planning.plan import Machine, TierRates
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.storage.spill_file import SPACE_ADVICE
-from lightning_ssd.tiers.base import Progress
+from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers.base import Progress, StoredBytes
+from lightning_ssd.tiers.checksum import Sampler
+from lightning_ssd.tiers.copy_paths import HostMover, Mover
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
+from lightning_ssd.tiers.streams import StreamEvent
 
-__all__ = ["BandwidthMeter", "measure_copies", "measure_mapping"]
+__all__ = ["BandwidthMeter", "measure_copies", "measure_mapping", "measure_rates"]
 
+_PROBE_BYTES = 16 << 20
+"""Enough for a first guess of a drive's rates: a run soon tells them better."""
+_MIN_CHUNKS = 4
+"""Per directory: its two workers take one each at once, and the others show how fast it is beside others."""
 _MAX_AGE_S = 0.05
 _UNKNOWN = Rates(0.0, 0.0)
+
+
+class _Trial:
+    """One chunk that a probe writes and reads back."""
+
+    def __init__(self, memory: torch.UntypedStorage) -> None:
+        self.memory = memory
+        self.stored: StoredBytes | None = None
+        self.error: BaseException | None = None
+
+    def write_begins(self) -> torch.UntypedStorage:
+        return self.memory
+
+    def is_wanted(self) -> bool:
+        return True
+
+    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
+        self.stored, self.error = stored, error
+
+    def read_ended(
+        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
+    ) -> None:
+        self.error = error
+        if mark is not None:
+            mark.synchronize()
+
+    def result(self) -> StoredBytes:
+        """Return where it was written to, or raise what went wrong with it."""
+        if self.error is not None or self.stored is None:
+            raise self.error or StorageError("a move of a probe ended without a result; please report this")
+        return self.stored
+
+
+def measure_rates(
+    backend: Backend,
+    directories: Sequence[Path],
+    mover: Mover | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    nbytes: int = _PROBE_BYTES,
+) -> Rates:
+    """Write ``nbytes`` per directory and read them back, in all at once, as training does.
+
+    After a round that preallocates and warms up. A directory gets as much as it takes, and a full one nothing.
+
+    Args:
+        backend: reaches the directories.
+        directories: one per drive.
+        mover: moves the bytes; ``None``: without a copy, as those of a CPU.
+        device: of the memory.
+        nbytes: of each direction, per directory.
+
+    Raises:
+        OSError: no directory takes the bytes, or one does not give them back.
+    """
+    mover, device = mover or HostMover(backend, None), torch.device(device)
+    chunk = max(min(DEFAULT_CHUNK_BYTES, nbytes // _MIN_CHUNKS) // backend.block_bytes, 1) * backend.block_bytes
+    if device.type == "cpu":
+        memory = torch.frombuffer(MappedBlock(chunk).export(), dtype=torch.uint8)
+    else:
+        memory = torch.empty(chunk, dtype=torch.uint8, device=device)
+    if memory.fill_(1).is_cuda:
+        torch.cuda.synchronize(device)  # a backend may reach device memory outside of any stream
+    after, storage = mover.copies.mark(), memory.untyped_storage()
+    trials = [_Trial(storage) for _ in range(nbytes * len(directories) // chunk)]
+    tier = SsdTier(backend, mover, directories, events=EventLog(), sampler=Sampler("off"), chunk_bytes=chunk)
+    with closing(tier):
+        for _ in range(2):
+            for trial in trials:
+                if trial.stored is not None:
+                    tier.free(trial.stored)
+            begin_s = time.perf_counter()
+            for trial in trials:
+                tier.write(trial, chunk, after, label="a probe")
+            tier.flush()
+            written_s = time.perf_counter() - begin_s
+            places = [trial.result() for trial in trials]
+        begin_s = time.perf_counter()
+        reads = [
+            tier.read(trial, place, device, urgent=False, into=storage, after=after)
+            for trial, place in zip(trials, places, strict=True)
+        ]
+        for read in reads:
+            read.wait()
+        read_s = time.perf_counter() - begin_s
+        for trial in trials:
+            trial.result()
+    return Rates(len(trials) * chunk / written_s, len(trials) * chunk / read_s)
 
 
 def measure_copies(device: torch.device, *, nbytes: int = 64 << 20) -> Rates:

@@ -18,7 +18,7 @@ from lightning_ssd.storage.filesystem import inspect_directory
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
 
-SIZE = 2 * DEFAULT_CHUNK_BYTES
+SIZE, NUM_CHUNKS = 2 * DEFAULT_CHUNK_BYTES, 4
 
 
 def said(done: Result) -> str:
@@ -41,14 +41,14 @@ def pair(spill_dir: Path) -> tuple[Path, Path]:
 def test_rates_of_each_and_of_all_are_told_and_nothing_stays(pair: tuple[Path, Path]) -> None:
     done = run(*pair, "--size", SIZE)
     assert done.exit_code == 0, done.output
-    assert "Writes 0.12 GiB to each of 2 directories, 0.25 GiB in all" in done.output
+    assert "Writes 0.25 GiB to 2 directories, more to faster ones" in done.output
     assert re.search(rf"{pair[0]} +[\d.]+ GB/s +[\d.]+ GB/s", done.output)
     assert re.search(r"all together +[\d.]+ GB/s +[\d.]+ GB/s", done.output)
     assert "came back from each as it was written" in done.output
     assert not list(pair[0].iterdir())
 
 
-@pytest.mark.parametrize(("num_directories", "num_writes", "told"), [(1, 2, "64.0 MiB"), (2, 4, "0.12 GiB")])
+@pytest.mark.parametrize(("num_directories", "num_writes", "told"), [(1, 2, "64.0 MiB"), (2, 4, "0.25 GiB")])
 def test_no_more_is_written_than_was_said(
     num_directories: int, num_writes: int, told: str, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +63,8 @@ def test_no_more_is_written_than_was_said(
     monkeypatch.setattr(bench_module, "read_back_ok", lambda *_, **__: True)
     done = run(*pair[:num_directories], "--size", SIZE)
     assert done.exit_code == 0, done.output
-    assert written == dict.fromkeys(pair[:num_directories], num_writes * SIZE)
+    assert sum(written.values()) == num_directories * num_writes * SIZE
+    assert min(written.values()) > 2 * SIZE or num_directories == 1, "each is written alone, and with the others"
     assert f"Writes {told} to " in done.output
 
 
@@ -73,7 +74,7 @@ def test_bytes_that_come_back_wrong_are_an_error(loses: bool, spill_dir: Path, m
 
     def failing(backend: PosixBackend, arena: Arena, region: Region, offset: int) -> None:
         calls.append(offset)
-        is_measured = len(calls) <= 2 * SIZE // DEFAULT_CHUNK_BYTES
+        is_measured = len(calls) <= 2 * NUM_CHUNKS
         if is_measured or not loses:
             write(backend, arena, region, offset)
         if not is_measured and not loses:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightning_ssd.storage.backend import Backend
-from lightning_ssd.storage.drive_probe import measure_rates
 from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.tiers.bandwidth_meter import measure_rates
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError
 from recipes.benchmarks.harness.throttle import BucketBackend, TokenBucket
 from recipes.benchmarks.memory_limit import memory_group
@@ -29,7 +29,7 @@ def test_the_rate_is_held_over_both_workers(spill_dir: Path) -> None:
     fastest = [0.0, 0.0]
     try:
         for _ in range(5):
-            rates = measure_rates(slow(posix), spill_dir, nbytes=40 << 20, chunk_bytes=4 << 20)
+            rates = measure_rates(slow(posix), [spill_dir], nbytes=40 << 20)
             assert max(rates.write_per_s, rates.read_per_s) <= 1.25 * RATE
             fastest = [max(fastest[0], rates.write_per_s), max(fastest[1], rates.read_per_s)]
             if min(fastest) >= 0.75 * RATE:

@@ -8,10 +8,11 @@ import pytest
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, UnsuitablePathError
 from lightning_ssd.storage import filesystem
-from lightning_ssd.storage.drive_probe import measure_rates, read_back_ok
+from lightning_ssd.storage.drive_probe import read_back_ok
 from lightning_ssd.storage.filesystem import DirectAlignment, check_directory, direct_alignment, inspect_directory
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
+from lightning_ssd.tiers.bandwidth_meter import measure_rates
 from tests.support.faults import FaultyBackend, eio, on_calls
 
 SHM = Path("/dev/shm")
@@ -122,7 +123,7 @@ class TestMeasuring:
     def test_failures_pass_through(self, tmp_path):
         backend = FaultyBackend(PosixBackend([tmp_path]), fail_write=on_calls({0}, eio))
         with pytest.raises(OSError, match="injected"):
-            measure_rates(backend, tmp_path, nbytes=1 << 20)
+            measure_rates(backend, [tmp_path], nbytes=1 << 20)
         backend.close()
         assert os.listdir(tmp_path) == []
 

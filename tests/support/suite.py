@@ -15,8 +15,9 @@ import pytest
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OffloaderClosedError, ShortTransferError
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
-from lightning_ssd.storage.drive_probe import measure_rates, read_back_ok
+from lightning_ssd.storage.drive_probe import read_back_ok
 from lightning_ssd.storage.spill_file import Arena
+from lightning_ssd.tiers.bandwidth_meter import measure_rates
 from tests.support.threads import at_once
 
 GUARD = 64
@@ -166,6 +167,6 @@ class BackendSuite:
 
     def test_probes(self, backend: Backend, tmp_path: Path) -> None:
         assert read_back_ok(backend, tmp_path)
-        rates = measure_rates(backend, tmp_path, nbytes=4 << 20, chunk_bytes=1 << 20)
+        rates = measure_rates(backend, [tmp_path], nbytes=4 << 20)
         assert rates.write_per_s > 0
         assert rates.read_per_s > 0

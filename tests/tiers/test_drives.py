@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ssd._assembly import _measure_all
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.memory.pools import ReloadPool
@@ -21,6 +20,7 @@ from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena, Extent
 from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.tiers.bandwidth_meter import measure_rates
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover
 from lightning_ssd.tiers.ssd import SsdTier
@@ -221,25 +221,27 @@ def test_closing_drains_what_has_begun_on_every_drive(tmp_path: Path) -> None:
             assert owner.error is None or not isinstance(owner.error, OSError)
 
 
-def test_the_probe_measures_all_drives_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_uses_all_drives_at_once_by_their_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directories = [tmp_path / name for name in "abc"]
     for directory in directories:
         directory.mkdir()
-    drives = Drives(directories)
-    both, write = threading.Barrier(2, timeout=PATIENCE_S), drives.write
+    drives = Drives(directories, {"a": 0.005, "b": 0.05})
+    has_begun, write = {name: threading.Event() for name in "ab"}, drives.write
 
     def write_together(arena: Arena, region: Region, offset: int) -> None:
-        both.wait()  # one after the other they would wait in vain
+        has_begun[arena.directory.name].set()
+        assert all(event.wait(PATIENCE_S) for event in has_begun.values()), "one drive after the other"
         write(arena, region, offset)
 
     monkeypatch.setattr(drives, "write", write_together)
     try:
         drives.full.add("c")
-        rates = _measure_all(drives, directories)
+        rates = measure_rates(drives, directories)
         assert min(rates.write_per_s, rates.read_per_s) > 0
-        assert drives.reads["a"] == drives.reads["b"] > drives.reads["c"] == 0
+        assert drives.writes["a"] > drives.writes["b"] > drives.writes["c"] == drives.reads["c"] == 0
+        assert drives.reads["a"] > drives.reads["b"] > 0
         drives.full |= {"a", "b"}
         with pytest.raises(OutOfSpaceError):
-            _measure_all(drives, directories)
+            measure_rates(drives, directories)
     finally:
         drives.close()
