@@ -45,7 +45,7 @@ from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import DeviceMover, HostMover, Mover, StagedMover
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.wear.meter import WearMeter
+from lightning_ssd.wear.meter import ACTIVATIONS, WearMeter, Written
 
 __all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_meter"]
 
@@ -108,7 +108,8 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
         stack.callback(reload.close)
     ssd = _open_ssd(stack, policy, environment, backend, directories, reload)
     host = _open_host(stack, environment)
-    wear = open_wear_meter(environment)
+    wear = open_wear_meter(policy, environment)
+    wear.watch(ACTIVATIONS, ssd.written_bytes)
     scheduler = None
     if policy.activations == "auto":
         meter = BandwidthMeter(
@@ -120,9 +121,10 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
             expected=environment.expected_rates,
             cost_s_per_byte=0.0 if cpu is None else cpu.mapping_s_per_moved_byte,
         )
-        constraints = _constraints(policy, wear.capacity_bytes, environment.num_local_processes)
+        constraints = _constraints(policy, wear.bytes_per_day)
         num_sharing = 1 if environment.is_discrete else environment.num_local_processes
         scheduler = Scheduler(constraints, meter.machine, agree=environment.agree, num_sharing=num_sharing)
+        scheduler.other_writes = wear.other_bytes_per_day
         stack.callback(scheduler.close)
     description = f"{why}; in {', '.join(map(escape_control, directories))}"
     return Components(
@@ -178,8 +180,10 @@ def _with_parameters(
         if parts.scheduler is not None:
             parts.scheduler.make_room = residents.ask_for
     open_them = _open_on_device if _is_device(environment) else _open_in_files
-    parameters = open_them(stack, policy, environment, residents)
-    return replace(parts, parameters=parameters, wear=parts.wear or open_wear_meter(environment))
+    parameters, written = open_them(stack, policy, environment, residents)
+    wear = parts.wear or open_wear_meter(policy, environment)
+    wear.watch("weights and gradients", written)
+    return replace(parts, parameters=parameters, wear=wear)
 
 
 def _is_device(environment: Environment) -> bool:
@@ -192,8 +196,8 @@ def _gauge(environment: Environment) -> Gauge:
 
 def _open_in_files(
     stack: ExitStack, policy: OffloadPolicy, environment: Environment, residents: Residents | None
-) -> PagedParameters:
-    """Open files for weights and gradients of a CPU."""
+) -> tuple[PagedParameters, Written]:
+    """Open files for weights and gradients of a CPU; also return what counts the bytes that are written there."""
     backend, directories, _ = _open_directories(stack, environment)
     files = WeightFiles(backend, directories, first=environment.local_rank)
     stack.callback(files.close)
@@ -224,13 +228,13 @@ def _open_in_files(
         stack.callback(gradients.close)
         if policy.gradients == "offload":
             freed.leaves()  # while the model is built
-    return PagedParameters(weights, gradients, files, pages, freed)
+    return PagedParameters(weights, gradients, files, pages, freed), files.written_bytes
 
 
 def _open_on_device(
     stack: ExitStack, policy: OffloadPolicy, environment: Environment, residents: Residents | None
-) -> PagedParameters:
-    """Open tiers for weights and gradients of a device."""
+) -> tuple[PagedParameters, Written]:
+    """Open tiers for weights and gradients of a device; also return what counts the bytes that are written there."""
     backend, directories, _ = _open_directories(stack, environment)
     ssd = _open_ssd(stack, policy, environment, backend, directories, reload=None)
     tiers = WeightTiers(environment.device, ssd, _open_host(stack, environment), environment.copies)
@@ -244,7 +248,7 @@ def _open_on_device(
         stack.callback(weights.close)
         if gradients is not None and policy.gradients == "auto":
             gradients.waits = weights.pager.waits
-    return PagedParameters(weights, gradients)
+    return PagedParameters(weights, gradients), ssd.written_bytes
 
 
 def _needs(policy: OffloadPolicy, environment: Environment) -> Needs:
@@ -319,7 +323,7 @@ def _tell_of_foreign_malloc(memory_budget: int | str) -> None:
         )
 
 
-def open_wear_meter(environment: Environment) -> WearMeter:
+def open_wear_meter(policy: OffloadPolicy, environment: Environment) -> WearMeter:
     """Return a wear meter for the directories, which :func:`assemble` or :func:`open_state_files` has made.
 
     In the first process of a machine, warn if several directories are on one drive.
@@ -328,7 +332,10 @@ def open_wear_meter(environment: Environment) -> WearMeter:
     if not hardware.allow_unsuitable_paths and environment.local_rank == 0:
         warn_shared_filesystem(environment.paths)
     return WearMeter(
-        environment.directories, hardware.drive_endurance_nbytes, num_processes=environment.num_local_processes
+        environment.directories,
+        hardware.drive_endurance_nbytes,
+        num_processes=environment.num_local_processes,
+        wear_budget=policy.wear_bytes_per_day,
     )
 
 
@@ -356,14 +363,13 @@ def _place(paths: Sequence[Path]) -> str:
     return f"{'the directory' if len(paths) == 1 else 'the directories'} {', '.join(map(escape_control, paths))}"
 
 
-def _constraints(policy: OffloadPolicy, capacity_bytes: int, num_processes: int) -> MemoryConstraints:
+def _constraints(policy: OffloadPolicy, wear_bytes_per_day: int | None) -> MemoryConstraints:
     memory, activations = policy.budget_nbytes
-    wear = policy.wear_bytes_per_day(capacity_bytes)
     return MemoryConstraints(
         max_slowdown=policy.max_slowdown,
         activation_budget=activations,
         memory_budget=memory,
-        wear_bytes_per_day=None if wear is None else wear // num_processes,
+        wear_bytes_per_day=wear_bytes_per_day,
         recompute=policy.recomputable_classes is not None,
         have_states_stay=policy.optimizer_states == "keep",
     )

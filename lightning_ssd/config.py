@@ -151,8 +151,9 @@ class OffloadPolicy:
     "sampled" checks one in sixteen."""
 
     wear_budget: Size | None = None
-    """Limit of bytes written per day, or "1.0DWPD" (drive writes per day, by the sizes of the file systems). Only with
-    ``activations="auto"``."""
+    """Limit of bytes written per day by activations, states, weights and gradients together, or "1.0DWPD" (drive writes
+    per day, by the sizes of the file systems). Only with ``activations="auto"``, which writes what others leave of it.
+    Where these alone exceed it, training ends with a ``BudgetError``."""
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

@@ -62,7 +62,7 @@ class ConfigError(OffloadError, ValueError):
 
 
 class BudgetError(OffloadError, ValueError):
-    """No plan stays under the memory budget that was asked for. The message names the smallest possible one."""
+    """A budget that was asked for cannot be kept. The message names what is needed."""
 
 
 class StorageError(OffloadError, OSError):

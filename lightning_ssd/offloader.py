@@ -414,7 +414,8 @@ class Offloader:
         self._optimizers.append(offloaded)
         self._parts.parameters.will_be_updated(offloaded)
         if self._wear is None:
-            self._wear = open_wear_meter(environment)
+            self._wear = open_wear_meter(self.policy, environment)
+        self._wear.watch("optimizer states", files.tier.written_bytes)
         return offloaded
 
     def expect_no_optimizer(self) -> None:
@@ -454,7 +455,7 @@ class Offloader:
         if self._parts.reload is not None:
             self._parts.reload.release()
         self._parts.heap_policy.border()
-        if wear is not None and wear.is_rated and (warning := wear.border(self._moved().bytes_written)) is not None:
+        if wear is not None and (warning := wear.border()) is not None:
             warnings.warn(warning, stacklevel=2)
         if has_counted:
             self._snapshot()  # for a signal handler that reads the numbers while the lock is held
@@ -637,7 +638,7 @@ class Offloader:
             stats_now=self._sampled,
             readings=read_memory(self._device if self._cache is None else self._cache.device),
             plan=None if scheduler is None else scheduler.readings(),
-            drive_life_days=None if wear is None else wear.life_days(self._sampled.bytes_written),
+            drive_life_days={} if wear is None else wear.life_days(),
             step_s=step_s,
             states_bytes=sum(one.resident_bytes for one in self.optimizer_stats) if self._optimizers else None,
             host_tier_bytes=host.memory_bytes if isinstance(host, HostTier) and not self._is_foreign else None,

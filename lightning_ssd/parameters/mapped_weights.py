@@ -120,7 +120,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
 
     @property
     def _on_drives(self) -> tuple[int, int]:
-        return self._files.written_bytes, self._files.disk_bytes
+        return sum(self._files.written_bytes()), self._files.disk_bytes
 
     def _take(self, place: Place, weights: SharedWeights) -> None:
         """Write one storage to a file, and give its weights memory that shows it."""

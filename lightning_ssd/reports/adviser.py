@@ -185,7 +185,7 @@ def _wears(report: RunReport) -> str | None:
     less = "" if activations == "recompute_offload" else ' activations="recompute_offload" writes less.'
     return (
         f"Written to like this day and night, a drive reaches its vendor's rating in {days:,.0f} days. "
-        f'{is_auto}wear_budget="1.0DWPD" bounds what activations write.{less}'
+        f'{is_auto}wear_budget="1.0DWPD" bounds what is written.{less}'
     )
 
 

@@ -35,6 +35,8 @@ class Measured:
     """That went to host memory."""
     limit_bytes: int | None = None
     """The hard limit that was in force."""
+    may_write_bytes: int | None = None
+    """Bytes that ``wear_budget`` leaves for it by now."""
 
     @property
     def overhead_ratio(self) -> float:
@@ -90,6 +92,8 @@ def _doubt(known: StoredPlan, measured: Measured, rates: TierRates) -> str | Non
         )
         if is_partial and ratio < _LITTLE * min(allowed, known.predicted_overhead):
             return told
+    if measured.may_write_bytes is not None and measured.written_bytes > (1 + _MIN_SPARED) * measured.may_write_bytes:
+        return f"{measured.written_bytes} bytes are written where wear_budget leaves {measured.may_write_bytes}"
     if measured.written_bytes and _left(known.rates.write_bytes_per_s, rates.write_bytes_per_s):
         return f"writing runs at {rates.write_bytes_per_s:.3g} bytes/s, not {known.rates.write_bytes_per_s:.3g}"
     if measured.read_bytes and _left(known.rates.read_bytes_per_s, rates.read_bytes_per_s):

@@ -64,6 +64,8 @@ class Scheduler:
         self.num_plans = 0
         self.make_room: Callable[[int], bool] = lambda nbytes: False
         """Asked before a budget is refused: whether something else can leave memory before the next pass."""
+        self.other_writes: Callable[[], float] = lambda: 0.0
+        """Returns the bytes per day of ``wear_budget`` that others write, such as optimizer states."""
         self.unusable: str | None = None  # why the latest plan writes nothing to the drives
         self.comparison = Comparison()
         self._constraints = constraints
@@ -249,6 +251,7 @@ class Scheduler:
             read_bytes=done.read_bytes,
             host_bytes=done.moved_bytes - done.written_bytes,
             limit_bytes=done.cursor.limit_bytes,
+            may_write_bytes=self._may_write(known.trace.end_s),
         )
         self.comparison.add(known, measured)
         if known.goal.budget_bytes is not None:
@@ -294,16 +297,21 @@ class Scheduler:
         kind.planning = self._maker.begin(traced, goal, machine)
 
     def _goal(self, trace: Trace, kind: PassKind) -> PlanObjective:
-        limit, wear = self._limits.of(kind.others), self._constraints.wear_bytes_per_day
+        limit, wear = self._limits.of(kind.others), self._may_write(trace.end_s)
         may_recompute = self._constraints.recompute and (limit is not None or wear is not None)
         return PlanObjective(
             max_slowdown=max(self._constraints.max_slowdown - kind.model.excess, 1.0),
             min_relief=MIN_RELIEF,
             budget_bytes=limit,
-            written_bytes=None if wear is None else int(wear * trace.end_s / DAY_S),
+            written_bytes=wear,
             # A trace with recomputed blocks cannot tell what their storages would do: placements only, then.
             recompute=may_recompute and bool(trace.blocks) and not trace.recomputed,
         )
+
+    def _may_write(self, seconds: float) -> int | None:
+        """Return what ``wear_budget`` leaves for the activations of a pass that takes so long; ``None``: no limit."""
+        wear = self._constraints.wear_bytes_per_day
+        return None if wear is None else int(max(wear - self.other_writes(), 0.0) * seconds / DAY_S)
 
     @property
     def machine(self) -> Machine:

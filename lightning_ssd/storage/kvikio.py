@@ -81,7 +81,7 @@ class KvikioBackend:
         memory: Any = _DeviceBytes(region) if self.moves_device_memory else _host_bytes(region)
         if offset + region.nbytes > arena.size_bytes:
             raise ShortTransferError(errno.EIO, f"{what}: the file has {arena.size_bytes:,} bytes")
-        with arena.use():
+        with arena.use(writes=region.nbytes if verb == "write" else 0):
             move = arena.file.pwrite if verb == "write" else arena.file.pread
             try:
                 moved = move(memory, region.nbytes, offset).get()

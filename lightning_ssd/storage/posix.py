@@ -157,7 +157,7 @@ class PosixBackend:
                 f"the system lost bytes on their way from the page cache to {arena.path} and does not say which; "
                 "nothing from this file is used any more. Check the drive, or take another directory",
             )
-        with arena.use() as fd:
+        with arena.use(writes=region.nbytes if verb == "write" else 0) as fd:
             try:
                 self._move_aligned(verb, fd, arena, region, offset)
                 if not arena.direct:

@@ -79,6 +79,8 @@ class Arena:
         self._extents = ExtentAllocator(block_bytes)
         self._full_until = 0.0
         self._refused_bytes = 0
+        self.written_bytes = 0
+        """Bytes that were written to the file, in all."""
         self._num_users = 0
         self._is_mapped = False
         self._closed = False
@@ -111,23 +113,28 @@ class Arena:
         return self._fd
 
     @contextmanager
-    def use(self) -> Iterator[int]:
+    def use(self, *, writes: int = 0) -> Iterator[int]:
         """The file descriptor for one transfer.
 
         ``close`` meanwhile only takes effect when the last user is done, so that a late write cannot hit another file
         that got the same number.
+
+        Args:
+            writes: bytes that count as written if the transfer does not fail.
         """
         self._check_usable()
-        is_counted = False
+        is_counted, written = False, 0
         try:
             with self._lock:
                 self._check_usable()
                 self._num_users += 1
                 is_counted = True
             yield self._fd
+            written = writes
         finally:
             if is_counted:
                 with self._lock:
+                    self.written_bytes += written
                     self._num_users -= 1
                     last = self._closed and self._num_users == 0
                 if last:

@@ -64,6 +64,8 @@ def _drive_metrics() -> Iterator[Metric]:
             yield Metric(key, f"{about}; absent with one directory", GIB, "mean", "sum")
             busy = f"{about} / time with a {direction} in flight there; absent without"
             yield Metric(f"{key}_per_s", busy, GIB, "rate", "sum")
+        about = f"`wear/drive_life_days` of directory {n} of `hardware.paths`; absent with one directory"
+        yield Metric(f"wear/drive{n}_life_days", about, 1, "last", "min")
 
 
 _EACH: tuple[Merge, Ranks] = ("mean", "mean")
@@ -210,7 +212,7 @@ def compute(
     stats_now: OffloadStats,
     readings: MemoryReadings,
     plan: Mapping[str, float] | None = None,
-    drive_life_days: float | None = None,
+    drive_life_days: Mapping[int, float] | None = None,
     step_s: float | None = None,
     states_bytes: int | None = None,
     host_tier_bytes: int | None = None,
@@ -225,8 +227,7 @@ def compute(
         stats_now: counters now.
         readings: memory now.
         plan: what was predicted and measured, in bytes and seconds, by key; ``None``: there is no plan.
-        drive_life_days: at the vendors' ratings; ``None``: no drive is rated. Infinity (nothing is written) is left
-            out, because JSON has no such number.
+        drive_life_days: at the vendors' ratings, by number of the directory, where a drive is rated and written to.
         step_s: how long the step took; ``None``: it was not measured.
         states_bytes: of optimizer states in memory now; ``None``: no optimizer is offloaded.
         host_tier_bytes: memory that the tier of that name has taken; ``None``: there is none.
@@ -263,7 +264,7 @@ def compute(
         "io/stall_backward_s": backward_s,
         "io/stall_update_s": update_s,
         "wear/written_tb": stats_now.bytes_written,
-        "wear/drive_life_days": None if drive_life_days == math.inf else drive_life_days,
+        "wear/drive_life_days": min((drive_life_days or {}).values(), default=None),
     }
     if worst is not None:
         raw |= {
@@ -272,6 +273,8 @@ def compute(
             "memory/activations_ssd_at_peak_gib": worst.drive_bytes,
             "memory/activations_recomputed_at_peak_gib": worst.recomputed_bytes,
         }
+    if num_drives > 1:
+        raw |= {f"wear/drive{number}_life_days": days for number, days in (drive_life_days or {}).items()}
     raw |= _from_events(events, num_drives) | dict(plan or {})
     return {metric.key: value / metric.divisor for metric in METRICS if (value := raw.get(metric.key)) is not None}
 

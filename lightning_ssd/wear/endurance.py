@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from lightning_ssd.errors import ConfigError
 
 __all__ = [
+    "DAY_S",
     "WARN_DAYS",
     "Drive",
     "bytes_per_day",
@@ -26,7 +27,7 @@ __all__ = [
 WARN_DAYS = 180
 """Life in days of continuous use, at the vendor's rating, below which :func:`wear_warning` returns a warning."""
 
-_DAY_S = 86_400
+DAY_S = 86_400
 _TB = 10**12
 
 
@@ -88,7 +89,7 @@ def bytes_per_day(bytes_per_step: float, step_s: float) -> float:
     _check_step(step_s)
     if not 0 <= bytes_per_step < math.inf:
         raise ConfigError(f"bytes_per_step={bytes_per_step!r} is no amount; give 0 or more bytes")
-    return bytes_per_step / step_s * _DAY_S
+    return bytes_per_step / step_s * DAY_S
 
 
 def life_days(drives: Sequence[Drive], bytes_per_step: float, step_s: float) -> float | None:

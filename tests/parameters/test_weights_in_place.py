@@ -59,7 +59,7 @@ def contents(folder):
 
 def written_bytes(offloader):
     files = offloader._parts.parameters.files
-    return files.written_bytes
+    return sum(files.written_bytes())
 
 
 # -- the same bits, and nothing written ------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_frozen_weights_wait_in_the_folder_s_own_files(
     close = WeightFiles.close
 
     def note(files: WeightFiles) -> None:
-        written.append(files.written_bytes)
+        written.append(sum(files.written_bytes()))
         close(files)
 
     monkeypatch.setattr(WeightFiles, "close", note)

@@ -46,6 +46,12 @@ def test_a_pass_as_predicted_is_no_reason():
     assert reason() is None
 
 
+def test_other_writers_that_leave_less_of_the_wear_budget_are_a_reason():
+    assert reason(may_write_bytes=45) is None, "rates vary"
+    assert "50 bytes are written where wear_budget leaves 40" in (reason(may_write_bytes=40) or "")
+    assert reason(written_bytes=0, may_write_bytes=0) is None
+
+
 def overhead_of(stall_s=0.0, hook_s=0.0, cpu_s=0.0):
     overhead = Overhead(stall_s=stall_s, hook_s=hook_s, cpu_s=cpu_s)
     return {"overhead": overhead, "step_s": 1 + overhead.total_s}

@@ -217,13 +217,16 @@ def test_readings_are_those_of_the_last_pass():
         assert (readings["plan/num_plans"], readings["plan/recomputed_gib"]) == (1, 0)
 
 
-def test_the_limit_of_wear_is_that_of_one_pass():
-    per_day = 86_400 * 4 * NBYTES  # four storages per second, and a pass takes one
-    with opened(wear_bytes_per_day=per_day, max_slowdown=9.0) as made:
+@pytest.mark.parametrize(("wear", "others", "left"), [(4, 0, 4), (6, 2, 4), (4, 5, 0)])
+def test_the_limit_of_wear_is_that_of_one_pass_beside_other_writers(wear, others, left):
+    per_day = 86_400 * NBYTES  # a storage per second, and a pass takes one
+    with opened(wear_bytes_per_day=wear * per_day, max_slowdown=9.0) as made:
+        made.other_writes = lambda: others * per_day
         planned(made, make_trace())
         known = run_pass(made, make_trace())[0].completed()
-        assert known.goal.written_bytes == 4 * NBYTES
-        assert 0 < known.plan.prediction.written_bytes <= 4 * NBYTES
+        assert known.goal.written_bytes == left * NBYTES
+        assert known.plan.prediction.written_bytes <= left * NBYTES
+        assert (known.plan.prediction.written_bytes > 0) is (left > 0)
         assert math.isfinite(known.plan.prediction.step_s)
 
 

@@ -120,7 +120,7 @@ def test_each_takes_its_part_of_memory_and_wear(offloader: Offloader) -> None:
         assert parts.scheduler is not None
         assert parts.scheduler._constraints.wear_bytes_per_day == TB
         assert parts.wear is not None
-        assert parts.wear._num_processes == NUM
+        assert (parts.wear._num_processes, parts.wear.bytes_per_day) == (NUM, TB)
 
 
 def test_states_of_each_may_wait_in_host_memory(offloader: Offloader) -> None:

@@ -32,8 +32,7 @@ ABSENT = {
     "memory/weights_offloaded_gib",
     "memory/weights_resident_peak_gib",
     "io/busiest_drive_ratio",
-    *(metric.key for metric in METRICS if metric.key.startswith("io/drive")),
-    "wear/drive_life_days",
+    *(metric.key for metric in METRICS if metric.key.startswith(("io/drive", "wear/drive"))),
 }
 KEYS_ON_CPU = {metric.key for metric in METRICS} - PLAN_KEYS - ABSENT
 BAR = {"act", "ssd", "wait%"}

@@ -1,5 +1,4 @@
 import json
-import math
 import random
 from dataclasses import replace
 
@@ -109,16 +108,18 @@ PLAN = {
     "plan/recomputed_gib": GIB // 8,
 }
 DRIVES = [metric.key for metric in METRICS if metric.key.startswith("io/drive")]
+LIVES = [f"wear/drive{number}_life_days" for number in range(NUM_DRIVES)]
 
 
-def sample(events=EVENTS, before=BEFORE, now=NOW, readings=READINGS, plan=PLAN, drive_life_days=500.0):
+def sample(events=EVENTS, before=BEFORE, now=NOW, readings=READINGS, plan=PLAN, drive_life_days=500.0, num_drives=1):
     return compute(
         events,
         stats_before=before,
         stats_now=now,
         readings=readings,
         plan=plan,
-        drive_life_days=drive_life_days,
+        drive_life_days=drive_life_days if isinstance(drive_life_days, dict) else {0: drive_life_days},
+        num_drives=num_drives,
         step_s=2.0,
         states_bytes=GIB // 4,
         host_tier_bytes=8 * GIB,
@@ -173,7 +174,7 @@ def test_the_numbers_of_one_sample():
 
 
 def test_keys_and_table_are_the_same():
-    absent = ("memory/worst_rank", "io/busiest_drive_ratio", *DRIVES)
+    absent = ("memory/worst_rank", "io/busiest_drive_ratio", *DRIVES, *LIVES)
     assert list(sample()) == [metric.key for metric in METRICS if metric.key not in absent]
 
 
@@ -225,10 +226,18 @@ def test_the_rate_of_a_drive_over_several_steps_is_all_bytes_over_all_busy_time(
     assert window.result()["io/drive1_write_gib_per_s"] == 0.5
 
 
-@pytest.mark.parametrize(("days", "told"), [(None, None), (math.inf, None), (0.0, 0.0), (4.6, 4.6)])
-def test_a_drive_life_is_a_number_or_absent(days, told):
-    row = sample(drive_life_days=days)
-    assert row.get("wear/drive_life_days") == told
+@pytest.mark.parametrize(
+    ("days", "num_drives", "told"),
+    [
+        ({}, 2, {}),
+        ({0: 4.5}, 1, {"wear/drive_life_days": 4.5}),
+        ({0: 0.0, 1: 4.5}, 2, {"wear/drive_life_days": 0, "wear/drive0_life_days": 0, "wear/drive1_life_days": 4.5}),
+        ({NUM_DRIVES: 4.5}, NUM_DRIVES + 1, {"wear/drive_life_days": 4.5}),
+    ],
+)
+def test_the_life_of_each_drive_is_told_and_the_shortest_one(days, num_drives, told):
+    row = sample(drive_life_days=days, num_drives=num_drives)
+    assert {key: value for key, value in row.items() if key.endswith("life_days")} == told
     json.dumps(row, allow_nan=False)
 
 

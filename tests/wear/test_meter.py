@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_ssd.errors import BudgetError
 from lightning_ssd.wear import meter as meter_module
 from lightning_ssd.wear.endurance import Drive
-from lightning_ssd.wear.meter import WearMeter
+from lightning_ssd.wear.meter import ACTIVATIONS, WearMeter
 from lightning_ssd.wear.smart import DriveHealth, HealthReport
 
 DAY_S = 86_400
@@ -50,14 +51,36 @@ def tells(monkeypatch: pytest.MonkeyPatch, **reports: HealthReport) -> None:
 SILENT = HealthReport((), "no rights")
 
 
-def drives(meter: WearMeter) -> dict[str, Drive]:
-    return {drive.name: drive for drive in meter._drives}
+class Account:
+    """What writers have written so far, in each directory."""
+
+    def __init__(self, meter: WearMeter, num_directories: int = 1) -> None:
+        self.meter = meter
+        self.activations = [0] * num_directories
+        self.states = [0] * num_directories
+        meter.watch(ACTIVATIONS, lambda: self.activations)
+        meter.watch("optimizer states", lambda: self.states)
+
+    def border(self, *activations: int) -> str | None:
+        self.activations = list(activations)
+        return self.meter.border()
+
+    def life(self, *activations: int) -> dict[int, float]:
+        self.activations = list(activations)
+        return self.meter.life_days()
 
 
-def life(meter: WearMeter, written_per_day: int, wait: Callable[[float], None]) -> float | None:
-    meter.border(0)
+def shares(account: Account, *written: int) -> dict[str, float]:
+    """Of each drive in all that was written."""
+    account.activations = list(written)
+    return {drive.name: drive.share for drive in account.meter._shared_out(account.meter._written())}
+
+
+def lives(meter: WearMeter, wait: Callable[[float], None], *per_day: int) -> dict[int, float]:
+    account = Account(meter, len(per_day))
+    meter.border()
     wait(DAY_S)
-    return meter.life_days(written_per_day)
+    return account.life(*per_day)
 
 
 # -- drives -----------------------------------------------------------------------------------------------------------
@@ -71,10 +94,10 @@ def test_without_a_rating_the_drives_are_not_asked(
 
     monkeypatch.setattr(meter_module, "read_health", refuse)
     meter = WearMeter([tmp_path], None)
-    assert life(meter, 10**18, wait) is None
+    assert lives(meter, wait, 10**18) == {}
     for _ in range(20):
         wait(60)
-        assert meter.border(10**18) is None
+        assert meter.border() is None
 
 
 def test_two_directories_on_one_drive_are_one_drive(
@@ -82,24 +105,29 @@ def test_two_directories_on_one_drive_are_one_drive(
 ) -> None:
     report = HealthReport((health(used=25),), None)
     tells(monkeypatch, first=report, second=report)
-    meter = WearMeter(directories, 400 * TB)
-    assert list(meter._drives) == [Drive(400 * TB, used_bytes=100 * TB, capacity_bytes=TB, share=1.0, name="nvme0n1")]
-    assert meter.capacity_bytes == TB, "one file system counts once"
-    assert life(meter, 2 * TB, wait) == pytest.approx(150)
+    meter = WearMeter(directories, 400 * TB, wear_budget=lambda capacity: capacity)
+    ((drive, parts),) = meter._drives
+    assert drive == Drive(400 * TB, used_bytes=100 * TB, capacity_bytes=TB, name="nvme0n1")
+    assert parts == {0: 1.0, 1: 1.0}
+    assert meter.bytes_per_day == TB, "one file system counts once"
+    assert lives(meter, wait, TB // 2, 3 * TB // 2) == {0: pytest.approx(150), 1: pytest.approx(150)}
 
 
-def test_two_drives_share_what_is_written_and_the_more_worn_one_counts(
+def test_each_drive_wears_by_what_is_written_to_it(
     monkeypatch: pytest.MonkeyPatch, directories: tuple[Path, Path], wait: Callable[[float], None]
 ) -> None:
     first = HealthReport((health("nvme0n1", used=50),), None)
     second = HealthReport((health("nvme1n1", written=300 * TB),), None)
     tells(monkeypatch, first=first, second=second)
     meter = WearMeter(directories, 400 * TB)
-    assert {name: (drive.share, drive.used_bytes) for name, drive in drives(meter).items()} == {
-        "nvme0n1": (0.5, 200 * TB),
-        "nvme1n1": (0.5, 300 * TB),
-    }
-    assert life(meter, 2 * TB, wait) == pytest.approx(100)
+    account = Account(meter, 2)
+    account.states = [5 * TB, 5 * TB]
+    meter.border()
+    wait(DAY_S)
+    account.states = [5 * TB + TB, 5 * TB]
+    assert account.life(3 * TB, TB) == {0: pytest.approx(200 / 4), 1: pytest.approx(100)}
+    account.states = [5 * TB, 5 * TB]
+    assert account.life(0, TB) == {1: pytest.approx(100)}, "one is not written to"
 
 
 def test_drives_that_do_not_tell_count_as_new(
@@ -107,16 +135,16 @@ def test_drives_that_do_not_tell_count_as_new(
 ) -> None:
     tells(monkeypatch, first=SILENT, second=SILENT)
     meter = WearMeter(directories, 400 * TB)
-    (drive,) = meter._drives
-    assert (drive.share, drive.used_bytes) == (1.0, 0), "both directories lie on one file system"
+    ((drive, parts),) = meter._drives
+    assert (parts, drive.used_bytes) == ({0: 1.0, 1: 1.0}, 0), "both directories lie on one file system"
     assert drive.name == f"number {os.stat(directories[0]).st_dev}"
-    assert life(meter, 2 * TB, wait) == pytest.approx(200)
+    assert lives(meter, wait, TB, TB) == {0: pytest.approx(200), 1: pytest.approx(200)}
     tells(monkeypatch, first=HealthReport((health(),), None), second=SILENT)
     monkeypatch.setattr(meter_module, "capacity_bytes", lambda directory: 0)
-    meter = WearMeter(directories, TB)
-    assert sorted(drive.share for drive in meter._drives) == [0.5, 0.5], "one tells and one does not"
-    assert [drive.capacity_bytes for drive in meter._drives] == [None, None]
-    assert meter.capacity_bytes == 0, "a file system that tells no size is no error"
+    meter = WearMeter(directories, TB, wear_budget=lambda capacity: capacity)
+    assert [parts for _, parts in meter._drives] == [{0: 1.0}, {1: 1.0}], "one tells and one does not"
+    assert [drive.capacity_bytes for drive, _ in meter._drives] == [None, None]
+    assert meter.bytes_per_day == 0, "a file system that tells no size is no error"
 
 
 def test_members_of_an_array_have_their_part_of_their_directory(
@@ -124,19 +152,17 @@ def test_members_of_an_array_have_their_part_of_their_directory(
 ) -> None:
     striped = HealthReport((health("nvme0n1", share=0.5), health("nvme1n1", share=0.5)), None)
     tells(monkeypatch, first=striped, second=HealthReport((health("nvme1n1"),), None))
-    assert {name: drive.share for name, drive in drives(WearMeter(directories, TB)).items()} == {
-        "nvme0n1": 0.25,
-        "nvme1n1": 0.75,
-    }
+    account = Account(WearMeter(directories, TB), 2)
+    assert shares(account, 2 * TB, 2 * TB) == {"nvme0n1": 0.25, "nvme1n1": 0.75}
+    assert shares(account, 2 * TB, 0) == {"nvme0n1": 0.5, "nvme1n1": 0.5}
 
 
 def test_a_real_directory_can_be_asked(tmp_path: Path, wait: Callable[[float], None]) -> None:
     space = os.statvfs(tmp_path)
-    meter = WearMeter([tmp_path], 1000 * TB)
-    assert meter.capacity_bytes == space.f_blocks * space.f_frsize
+    meter = WearMeter([tmp_path], 1000 * TB, wear_budget=lambda capacity: capacity)
+    assert meter.bytes_per_day == space.f_blocks * space.f_frsize
     assert meter._drives
-    days = life(meter, TB, wait)
-    assert days is not None
+    (days,) = lives(meter, wait, TB).values()
     assert 0 <= days <= 1000
 
 
@@ -144,28 +170,30 @@ def test_a_real_directory_can_be_asked(tmp_path: Path, wait: Callable[[float], N
 
 
 @pytest.fixture
-def meter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., WearMeter]:
-    def make(rating_bytes: int = 100 * TB, *, num_processes: int = 1) -> WearMeter:
+def account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Account]:
+    def make(rating_bytes: int | None = 100 * TB, *, num_processes: int = 1, budget: int | None = None) -> Account:
         tells(monkeypatch, **{tmp_path.name: HealthReport((health(),), None)})
-        return WearMeter([tmp_path], rating_bytes, num_processes=num_processes)
+        return Account(
+            WearMeter([tmp_path], rating_bytes, num_processes=num_processes, wear_budget=lambda capacity: budget)
+        )
 
     return make
 
 
-def test_life_counts_from_the_first_border(meter: Callable[..., WearMeter], wait: Callable[[float], None]) -> None:
-    assert life(meter(num_processes=4), TB, wait) == pytest.approx(25), "every process writes as much"
-    one = meter()
-    assert one.life_days(50 * TB) is None
-    one.border(50 * TB)
-    assert one.life_days(50 * TB) is None, "no time has passed"
+def test_life_counts_from_the_first_border(account: Callable[..., Account], wait: Callable[[float], None]) -> None:
+    assert lives(account(num_processes=4).meter, wait, TB) == {0: pytest.approx(25)}, "every process writes as much"
+    one = account()
+    assert one.life(50 * TB) == {}
+    one.meter.border()
+    assert one.life(50 * TB) == {}, "no time has passed"
     wait(DAY_S / 2)
-    assert one.life_days(50 * TB) is None, "nothing was written"
-    assert one.life_days(51 * TB) == pytest.approx(50)
+    assert one.life(50 * TB) == {}, "nothing was written"
+    assert one.life(51 * TB) == {0: pytest.approx(50)}
     wait(DAY_S / 2)
-    assert one.life_days(51 * TB) == pytest.approx(100)
+    assert one.life(51 * TB) == {0: pytest.approx(100)}
 
 
-def borders(one: WearMeter, wait: Callable[[float], None], *, num: int, every_s: float, nbytes: int) -> list[bool]:
+def borders(one: Account, wait: Callable[[float], None], *, num: int, every_s: float, nbytes: int) -> list[bool]:
     told = []
     for number in range(num):
         told.append(one.border(number * nbytes) is not None)
@@ -177,28 +205,52 @@ FAST = 10**12  # per border: any drive is worn out within hours
 
 
 def test_a_warning_comes_once_and_not_before_it_can_be_trusted(
-    meter: Callable[..., WearMeter], wait: Callable[[float], None]
+    account: Callable[..., Account], wait: Callable[[float], None]
 ) -> None:
-    assert borders(meter(), wait, num=40, every_s=5, nbytes=FAST) == [n == 12 for n in range(40)], "60 s"
-    assert borders(meter(), wait, num=20, every_s=100, nbytes=FAST) == [n == 7 for n in range(20)], "8 borders"
+    assert borders(account(), wait, num=40, every_s=5, nbytes=FAST) == [n == 12 for n in range(40)], "60 s"
+    assert borders(account(), wait, num=20, every_s=100, nbytes=FAST) == [n == 7 for n in range(20)], "8 borders"
 
 
-def test_no_warning_where_the_drive_lasts(meter: Callable[..., WearMeter], wait: Callable[[float], None]) -> None:
+def test_no_warning_where_the_drive_lasts(account: Callable[..., Account], wait: Callable[[float], None]) -> None:
     at_limit = 100 * TB // 180 // DAY_S  # bytes per second: 180 days
-    assert not any(borders(meter(), wait, num=40, every_s=10, nbytes=at_limit * 10))
-    assert any(borders(meter(), wait, num=40, every_s=10, nbytes=at_limit * 11))
-    assert any(borders(meter(num_processes=2), wait, num=40, every_s=10, nbytes=at_limit * 10))
-    assert not any(borders(meter(), wait, num=40, every_s=10, nbytes=0))
+    assert not any(borders(account(), wait, num=40, every_s=10, nbytes=at_limit * 10))
+    assert any(borders(account(), wait, num=40, every_s=10, nbytes=at_limit * 11))
+    assert any(borders(account(num_processes=2), wait, num=40, every_s=10, nbytes=at_limit * 10))
+    assert not any(borders(account(), wait, num=40, every_s=10, nbytes=0))
 
 
 def test_a_run_that_gets_worse_is_warned_of_later(
-    meter: Callable[..., WearMeter], wait: Callable[[float], None]
+    account: Callable[..., Account], wait: Callable[[float], None]
 ) -> None:
-    one = meter()
+    one = account()
     assert not any(borders(one, wait, num=20, every_s=10, nbytes=0))
-    warning = one.border(50 * TB)
+    one.states = [10 * TB]
+    warning = one.border(40 * TB)
     assert warning is not None
     assert warning.startswith("drive nvme0n1 reaches its rated 100.0 TB after ")
     assert "OffloadPolicy.wear_budget" in warning
+    assert warning.endswith("Written by: activations (80%), optimizer states (20%)")
     assert one.border(60 * TB) is None
-    assert one.life_days(60 * TB) is not None, "the number goes on"
+    assert one.meter.life_days(), "the number goes on"
+
+
+@pytest.mark.parametrize("rating", [None, 10**9 * TB])
+def test_others_that_exceed_the_budget_alone_are_refused_once_that_is_known(
+    rating: int | None, account: Callable[..., Account], wait: Callable[[float], None]
+) -> None:
+    per_s = 10**9
+    for num_processes, budget_per_s, is_refused in ((1, per_s, False), (1, per_s - 1, True), (2, 2 * per_s - 2, True)):
+        one = account(rating, num_processes=num_processes, budget=budget_per_s * DAY_S)
+        for number in range(7):
+            one.states = [number * 10 * per_s]
+            assert one.border(number * FAST) is None
+            assert one.meter.other_bytes_per_day() == 0, "not known yet"
+            wait(10)
+        one.states = [70 * per_s]
+        if is_refused:
+            match = r"wear_budget allows .* per day, and optimizer states \(100%\) need .* per day.*Raise wear_budget"
+            with pytest.raises(BudgetError, match=match):
+                one.border(9 * FAST)
+        else:
+            assert one.border(9 * FAST) is None
+        assert one.meter.other_bytes_per_day() == pytest.approx(per_s * DAY_S)

@@ -238,7 +238,7 @@ class FiledStorage(MappedStorage):
         Raises:
             StorageError: the system refuses. The bytes are of no use then.
         """
-        with self.arena.use() as direct:
+        with self.arena.use(writes=region.nbytes) as direct:
             try:
                 # Opened again for the page cache: the arena's own descriptor may go around it, which wants other
                 # addresses. By an object, which closes the file if an interrupt comes before it is held.

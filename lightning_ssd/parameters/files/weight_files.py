@@ -51,7 +51,6 @@ class WeightFiles:
         with ExitStack() as opened:
             self._still, self._changing = (_Files(self._open(opened, directories), first) for _ in range(2))
             opened.pop_all()
-        self.written_bytes = 0
         self.has_lost = False
         """Whether a drive could not write what was changed. The system tells once: it must not be overlooked."""
         self._check: Task[None] | None = None
@@ -105,7 +104,6 @@ class WeightFiles:
         except BaseException:
             arena.free(extent)
             raise
-        self.written_bytes += extent.nbytes
         return FiledStorage(view, arena, extent, nbytes)
 
     def _write_unaligned(self, storage: torch.UntypedStorage, start: int, *, changes: bool) -> FiledStorage:
@@ -116,7 +114,6 @@ class WeightFiles:
         except BaseException:
             mapped.forget()
             raise
-        self.written_bytes += mapped.nbytes
         return mapped
 
     @staticmethod
@@ -200,6 +197,11 @@ class WeightFiles:
         self.has_lost = True
         what = f"weights or gradients that were changed could not be written to {arena.path}; go on from a checkpoint"
         return as_storage_error(error, what)
+
+    def written_bytes(self) -> list[int]:
+        """Return the bytes that were written in each directory, without those that programs have written in place."""
+        pairs = zip(self._still.arenas, self._changing.arenas, strict=True)
+        return [still.written_bytes + changing.written_bytes for still, changing in pairs]
 
     @property
     def used_bytes(self) -> int:
