@@ -5,6 +5,10 @@ chunk borders. The queue knows nothing of tensors or files; ``tiers/jobs.py`` sa
 
 A lane is one drive, with workers of its own. A chunk that may use any drive is taken by the first worker that is free,
 so that each drive gets as much as it can move, whatever its speed. A chunk that needs one drive waits for its workers.
+
+Note [a slow drive leaves the rest]: the last chunks decide when a move ends. A drive that is much slower than another
+one takes none of them that the others would have done sooner. The fastest one takes whatever there is. Which one that
+is may change when a chunk ends: then all look again.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ Chunk = Callable[[], Settle | None]
 was the last part)."""
 _T = TypeVar("_T")
 _PATIENCE_S = 60.0
+_SLOW = 2.0
+"""A drive is much slower than another one if a chunk takes so many times as long."""
 
 
 class Transfer(ABC):
@@ -173,6 +179,9 @@ class TransferQueue:
             lane: [] for lane in (None, *range(num_lanes))
         }
         self._lane = threading.local()
+        self._chunk_s = [0.0] * num_lanes  # that a lane takes for one of the chunks that it moves at a time; 0: unknown
+        self._num_moving = [0] * num_lanes
+        self._num_left = [0] * num_lanes  # tokens that a lane has taken, and has left the chunk
         self._seq = itertools.count(1)
         self._num_active = 0  # workers that have claimed something; of these, those that wait are not busy
         self._num_done = 0  # chunks
@@ -332,12 +341,14 @@ class TransferQueue:
         while True:
             tokens.get()
             with self._lock:
-                found = [(best[:2], key) for key in (lane, None) if (best := self._best(key)) is not None]
+                keys = (lane,) if self._leaves_the_rest(lane) else (lane, None)
+                found = [(best[:2], key) for key in keys if (best := self._best(key)) is not None]
                 if not found:
                     if self._closed and not self._num_active:  # else a move that begins may bring chunks for this lane
                         tokens.put(None)  # for the next one
                         return None
                     yielded = False  # what came meanwhile gives way anew
+                    self._num_left[lane] += len(keys) == 1
                     continue
                 if gate is None or gate.num_urgent == 0 or yielded or self._closed:
                     return self._claim(min(found, key=lambda one: one[0])[1])
@@ -346,6 +357,17 @@ class TransferQueue:
             tokens.put(None)
             gate.wait(patience_s(chunk_s))
             yielded = True
+
+    def _leaves_the_rest(self, lane: int) -> bool:
+        """Whether the others would have done all before this lane were done with one. With the lock held."""
+        mine, fastest = self._chunk_s[lane], min(self._chunk_s)
+        is_slow = 0 < _SLOW * fastest <= mine
+        if not is_slow or self._direction == "read" or self._closed:  # what is read lies where it lies
+            return False
+        left = [transfer._chunks for _, _, transfer in self._heaps[None] if not transfer.ended]
+        num_left = sum(1 if chunks is None else len(chunks.get(None, ())) for chunks in left)
+        others_per_s = sum(1 / chunk_s for chunk_s in self._chunk_s) - 1 / mine
+        return num_left < (self._num_moving[lane] + 1) * mine * others_per_s
 
     def _claim(self, lane: int | None) -> tuple[Transfer, Chunk | None]:
         """With the lock held, and work there."""
@@ -356,6 +378,7 @@ class TransferQueue:
             heapq.heappop(self._heaps[lane])
             transfer._chunks = {}  # claimed: a second heap entry of a promoted transfer is skipped
             return transfer, None
+        self._num_moving[self.lane] += 1
         return transfer, transfer._chunks[lane].pop()
 
     def _work(self, lane: int) -> None:
@@ -421,6 +444,7 @@ class TransferQueue:
             by_lane = transfer._chunks = self._by_lane(transfer, chunks)
             mine = by_lane.get(None) or by_lane.get(self.lane)
             work = [mine.pop()] if mine else []  # what this worker may run
+            self._num_moving[self.lane] += len(work)
             for lane, left in by_lane.items():
                 for _ in left:
                     self._wake(lane)
@@ -442,9 +466,17 @@ class TransferQueue:
 
     def _run(self, transfer: Transfer, work: list[Chunk]) -> None:
         """Run the one chunk in ``work``, and take it out: it holds the memory that moves, which may go with the end."""
+        lane, begin_s = self.lane, time.perf_counter()
         settle, error = (None, None) if transfer.error is not None else _attempt(work.pop())
         work.clear()
         with self._lock:
+            chunk_s = (time.perf_counter() - begin_s) / self._num_moving[lane]
+            self._chunk_s[lane] = (self._chunk_s[lane] + chunk_s) / 2 if self._chunk_s[lane] else chunk_s
+            self._num_moving[lane] -= 1
+            for number, num in enumerate(self._num_left):
+                self._num_left[number] = 0
+                for _ in range(num):
+                    self._wake(number)
             transfer.error = transfer.error or error
             transfer._num_unfinished -= 1
             last = transfer._num_unfinished == 0

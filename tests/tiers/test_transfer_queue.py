@@ -368,3 +368,59 @@ def test_closing_runs_what_a_move_that_is_just_beginning_brings_for_another_lane
     assert not closing.is_alive()
     assert sorted(done) == [0, 1]
     assert move.ended
+
+
+# -- several drives ----------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_drive_leaves_the_last_chunks_to_the_others(events: EventLog) -> None:
+    """Taken by the slow one, each of them would end long after all others."""
+    seconds = (0.01, 0.2)
+    queue = TransferQueue("write", 1, events, num_lanes=2)
+    taken: list[list[int]] = []
+
+    def move(num: int) -> float:
+        lanes: list[int] = []
+        taken.append(lanes)
+
+        def chunk() -> None:
+            lanes.append(queue.lane)
+            time.sleep(seconds[queue.lane])
+
+        begin_s = time.perf_counter()
+        one = Move(*[chunk] * num)
+        queue.submit(one)
+        one.wait()
+        return time.perf_counter() - begin_s
+
+    try:
+        move(40)  # it learns
+        assert set(taken.pop()) == {0, 1}
+        assert move(8) < seconds[1]
+        assert taken.pop() == [0] * 8
+        move(60)
+        assert taken.pop().count(1) >= 2, "while there is much to do, it helps"
+    finally:
+        queue.close()
+
+
+def test_a_drive_that_was_slow_is_asked_again(events: EventLog) -> None:
+    seconds = [0.01, 0.2]
+    queue = TransferQueue("write", 1, events, num_lanes=2)
+    lanes: list[int] = []
+
+    def chunk() -> None:
+        lanes.append(queue.lane)
+        time.sleep(seconds[queue.lane])
+
+    try:
+        for num in (40, 60):
+            queue.submit(Move(*[chunk] * num))
+            queue.wait_idle()
+            seconds[1] = 0.01
+        lanes.clear()
+        queue.submit(Move(*[chunk] * 20))
+        queue.wait_idle()
+        assert lanes.count(1) >= 5
+    finally:
+        queue.close()
