@@ -37,7 +37,7 @@ from lightning_ssd.parameters.residents import Needs, Residents
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.scheduler import Scheduler
-from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.directories import HeldDirectory, created_directories, warn_shared_filesystem
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping, measure_rates
@@ -51,6 +51,9 @@ __all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_m
 
 
 _SPARE_BYTES = 256 << 20
+_SHARED_CHUNK_BYTES = 2 << 20
+"""Largest request for optimizer states on several drives. Each gets a part of each subgroup, which may be as small as
+4 MiB, because subgroups are waited for in order."""
 _DEFAULT_SLOWDOWN = OffloadPolicy().max_slowdown
 _log = logging.getLogger(__name__)
 
@@ -148,7 +151,8 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
     _refuse_other_devices(environment.device)
     with ExitStack() as stack:
         backend, directories, _ = _open_directories(stack, environment)
-        tier = _open_ssd(stack, policy, environment, backend, directories, reload=None)
+        chunk_bytes = DEFAULT_CHUNK_BYTES if len(directories) == 1 else _SHARED_CHUNK_BYTES
+        tier = _open_ssd(stack, policy, environment, backend, directories, reload=None, chunk_bytes=chunk_bytes)
         host = share = None
         if environment.is_discrete:
             host = _open_host(stack, environment)
@@ -393,11 +397,20 @@ def _open_ssd(
     backend: Backend,
     directories: Sequence[Path],
     reload: ReloadPool | None,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> SsdTier:
     """Open one tier over all directories."""
     mover = _open_mover(stack, policy, backend, environment, reload)
     sampler = Sampler(policy.verify)
-    ssd = SsdTier(backend, mover, directories, events=environment.events, sampler=sampler, first=environment.local_rank)
+    ssd = SsdTier(
+        backend,
+        mover,
+        directories,
+        events=environment.events,
+        sampler=sampler,
+        chunk_bytes=chunk_bytes,
+        first=environment.local_rank,
+    )
     stack.callback(ssd.close)
     return ssd
 
