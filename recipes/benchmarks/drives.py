@@ -4,28 +4,38 @@
 
 Needs root on Linux. Each drive is a file with a file system of its own, read and written past the page cache
 (``losetup --direct-io=on``), and limited by a control group (``blkio``): a third of the rate for the last one. The
-rate of each set of drives is compared with that of one: all that it is given is written, then read back last things
-first, as a backward pass does, 256 MiB ahead. What comes back is compared with what was written.
+rate of each set of drives is compared with that of one:
+
+* storages: all that a set is given is written, then read back last things first, as a backward pass does, 256 MiB
+  ahead. What comes back is compared with what was written.
+* states: steps of SGD with momentum, in one thread, which read all and write all at once.
+* changes: of two drives one gets a tenth of the rate between two passes over the storages, and is then taken away (its
+  file system is shut down). The time of a pass is compared with what the rates that are left allow.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import gc
 import json
 import os
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.telemetry.events import EventLog
@@ -43,6 +53,7 @@ MIB = 1 << 20
 AHEAD_BYTES = 256 * MIB
 SETS = {"1": (0,), "2": (0, 1), "4": (0, 1, 2, 3), "fast + slow": (0, 4)}
 """Numbers of the drives in each set."""
+_SHUTDOWN, _AT_ONCE = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN and EXT4_GOING_FLAGS_NOLOGFLUSH
 
 
 @contextmanager
@@ -77,34 +88,98 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def rates_of(directories: Sequence[Path], tensors: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Return MB/s of writing these tensors to directories, and of reading them back.
+def take_away(directory: Path) -> None:
+    """Shut down the ext4 that is mounted there: every move fails from then on, as of a drive that has gone."""
+    folder = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.ioctl(folder, _SHUTDOWN, struct.pack("I", _AT_ONCE))
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def opened_tier(directories: Sequence[Path]) -> Iterator[SsdTier]:
+    """A tier as a training on a CPU uses it."""
+    with ExitStack() as stack:
+        backend = stack.enter_context(closing(_backend(directories)))
+        reload = stack.enter_context(closing(ReloadPool(2 * AHEAD_BYTES)))
+        mover = HostMover(backend, reload)
+        yield stack.enter_context(
+            closing(SsdTier(backend, mover, list(directories), events=EventLog(), sampler=Sampler("off")))
+        )
+
+
+def rates_of(tier: SsdTier, tensors: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Return MB/s of writing these tensors, and of reading them back.
 
     Raises:
         RuntimeError: other bytes came back.
     """
-    with ExitStack() as stack:
-        backend = stack.enter_context(closing(_backend(directories)))
-        reload = stack.enter_context(closing(ReloadPool(2 * AHEAD_BYTES)))
-        tier = stack.enter_context(
-            closing(
-                SsdTier(
-                    backend, HostMover(backend, reload), list(directories), events=EventLog(), sampler=Sampler("off")
-                )
-            )
-        )
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        owners = [Owner(tensor) for tensor in tensors]
-        begin = time.perf_counter()
-        for owner in owners:
-            tier.write(owner, owner.tensor.nbytes, None, label="bench")
-        tier.flush()
-        written_s = time.perf_counter() - begin
-        begin = time.perf_counter()
-        _read(tier, owners, check=False)
-        read_s = time.perf_counter() - begin
-        _read(tier, owners, check=True)
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    owners = [Owner(tensor) for tensor in tensors]
+    begin = time.perf_counter()
+    for owner in owners:
+        tier.write(owner, owner.tensor.nbytes, None, label="bench")
+    tier.flush()
+    written_s = time.perf_counter() - begin
+    begin = time.perf_counter()
+    _read(tier, owners, check=False)
+    read_s = time.perf_counter() - begin
+    _read(tier, owners, check=True)
+    for owner in owners:
+        tier.free(owner.require_stored())
     return nbytes / written_s / 1e6, nbytes / read_s / 1e6
+
+
+def states_rate(directories: Sequence[Path], nbytes: int, *, steps: int = 2) -> float:
+    """Return MB/s at which steps of SGD read, update and write states of so many bytes."""
+    parameters = [nn.Parameter(torch.zeros(2 * MIB)) for _ in range(nbytes // (8 * MIB))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    policy = OffloadPolicy(activations="keep", optimizer_states="offload")
+    hardware = HardwareProfile(paths=list(directories), allow_unsuitable_paths=True)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for each other on busy cores would be what is measured
+    try:
+        with Offloader(policy=policy, hardware=hardware) as offloader:
+            optimizer = offloader.offload_optimizer(torch.optim.SGD(parameters, momentum=0.9))
+            for _ in range(2):
+                optimizer.step()
+            offloader.flush()
+            begin, before = time.perf_counter(), offloader.optimizer_stats[0]
+            for _ in range(steps):
+                optimizer.step()
+            offloader.flush()
+            seconds, after = time.perf_counter() - begin, offloader.optimizer_stats[0]
+            return (after.read_bytes - before.read_bytes) / seconds / 1e6
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def changes(
+    drives: Sequence[tuple[Path, str]], limit: Callable[[str, float], None], *, rate: float, total: int
+) -> dict[str, dict[str, float]]:
+    """Return the times of passes over what the rates allow, once a drive has become slow, and once it has gone."""
+    tensors = _tensors(2 * total, 16 * MIB)
+    found = {}
+    with opened_tier([directory for directory, _ in drives]) as tier:
+        for name in ("two drives", "one at a tenth", "one taken away"):
+            left = {"two drives": 2.0, "one at a tenth": 1.1, "one taken away": 1.0}[name] * rate
+            if name == "one at a tenth":
+                limit(drives[1][1], rate / 10)
+            if name == "one taken away":
+                take_away(drives[1][0])
+            first, second = (rates_of(tier, tensors) for _ in range(2))
+            write, read = zip(first, second, strict=True)
+            found[name] = {
+                "first_write_over_left": left / write[0],
+                "first_read_over_left": left / read[0],
+                "write_over_left": left / write[1],
+                "read_over_left": left / read[1],
+            }
+            print(name, {key: round(value, 2) for key, value in found[name].items()}, flush=True)
+        limit(drives[1][1], rate)
+    return found
 
 
 def _read(tier: SsdTier, owners: Sequence[Owner], *, check: bool) -> None:
@@ -152,9 +227,21 @@ def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str,
             for kind, nbytes in kinds.items():
                 for name, chosen in SETS.items():
                     tensors = _tensors(total * len(chosen), nbytes)
-                    found = rates_of([drives[i][0] for i in chosen], tensors)
+                    with opened_tier([drives[i][0] for i in chosen]) as tier:
+                        found = rates_of(tier, tensors)
                     samples.setdefault((kind, name), []).append(found)
                     print(f"{kind:8s} {name:12s} write {found[0]:6.0f} MB/s, read {found[1]:6.0f} MB/s", flush=True)
+            for name, chosen in SETS.items():
+                both = states_rate([drives[i][0] for i in chosen], total * len(chosen))
+                gc.collect()  # what the optimizer was given back is mapped from the drives
+                samples.setdefault(("states", name), []).append((both, both))
+                print(f"{'states':8s} {name:12s} {both:6.0f} MB/s", flush=True)
+        changed = changes(
+            drives[:2],
+            lambda device, mb_per_s: _limit(group.directory, device, int(mb_per_s * 1e6)),
+            rate=rate,
+            total=total,
+        )
     table: dict[str, Any] = {}
     for (kind, name), found in samples.items():
         alone = samples[kind, "1"]
@@ -165,7 +252,7 @@ def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str,
             "write_over_one": statistics.median(ratios[0]),
             "read_over_one": statistics.median(ratios[1]),
         }
-    return table
+    return table | {"changes": changed}
 
 
 def _limit(group: Path, device: str, bytes_per_s: int) -> None:
@@ -186,12 +273,15 @@ def _tensors(total: int, nbytes: int) -> list[torch.Tensor]:
 def show(table: dict[str, Any]) -> None:
     """Print a table in Markdown."""
     print("\n| storages | drives | write MB/s | / one | read MB/s | / one |\n|---|---|---|---|---|---|")
-    for kind, rows in table.items():
-        for name, row in rows.items():
+    for kind in ("16 MiB", "256 MiB", "states"):
+        for name, row in table[kind].items():
             print(
                 f"| {kind} | {name} | {row['write_mb_per_s']:.0f} | {row['write_over_one']:.2f} "
                 f"| {row['read_mb_per_s']:.0f} | {row['read_over_one']:.2f} |"
             )
+    print("\n| of two drives | first write | first read | later writes | later reads |\n|---|---|---|---|---|")
+    for name, row in table["changes"].items():
+        print(f"| {name} | {' | '.join(f'{value:.2f}' for value in row.values())} |")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -211,6 +301,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show(table)
     if options.json is not None:
         run = {"date": date.today().isoformat(), "torch": torch.__version__, "rate_mb_per_s": options.rate}
+        run |= {
+            "rounds": options.rounds,
+            "mib_per_drive": options.mib,
+            "commit": _run("git", "rev-parse", "--short", "HEAD"),
+        }
         options.json.write_text(json.dumps({"run": run, "median": table}, indent=1) + "\n", encoding="utf-8")
 
 
