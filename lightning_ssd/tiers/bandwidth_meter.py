@@ -94,14 +94,11 @@ def measure_rates(
     """
     mover, device = mover or HostMover(backend, None), torch.device(device)
     chunk = max(min(DEFAULT_CHUNK_BYTES, nbytes // _MIN_CHUNKS) // backend.block_bytes, 1) * backend.block_bytes
-    if device.type == "cpu":
-        memory = torch.frombuffer(MappedBlock(chunk).export(), dtype=torch.uint8)
-    else:
-        memory = torch.empty(chunk, dtype=torch.uint8, device=device)
-    if memory.fill_(1).is_cuda:
+    source, target = (_memory(chunk, device) for _ in range(2))
+    if device.type == "cuda":
         torch.cuda.synchronize(device)  # a backend may reach device memory outside of any stream
-    after, storage = mover.copies.mark(), memory.untyped_storage()
-    trials = [_Trial(storage) for _ in range(nbytes * len(directories) // chunk)]
+    after = mover.copies.mark()
+    trials = [_Trial(source) for _ in range(nbytes * len(directories) // chunk)]
     tier = SsdTier(backend, mover, directories, events=EventLog(), sampler=Sampler("off"), chunk_bytes=chunk)
     with closing(tier):
         for _ in range(2):
@@ -116,7 +113,7 @@ def measure_rates(
             places = [trial.result() for trial in trials]
         begin_s = time.perf_counter()
         reads = [
-            tier.read(trial, place, device, urgent=False, into=storage, after=after)
+            tier.read(trial, place, device, urgent=False, into=target, after=after)
             for trial, place in zip(trials, places, strict=True)
         ]
         for read in reads:
@@ -125,6 +122,15 @@ def measure_rates(
         for trial in trials:
             trial.result()
     return Rates(len(trials) * chunk / written_s, len(trials) * chunk / read_s)
+
+
+def _memory(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Return memory that a backend can reach, and that was touched."""
+    if device.type == "cpu":
+        memory = torch.frombuffer(MappedBlock(nbytes).export(), dtype=torch.uint8)
+    else:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return memory.fill_(1).untyped_storage()
 
 
 def measure_copies(device: torch.device, *, nbytes: int = 64 << 20) -> Rates:
