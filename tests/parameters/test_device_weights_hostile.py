@@ -168,24 +168,6 @@ def unfrozen(unfreeze):
     return run
 
 
-def swapped(swap):
-    def run(model, offloader):
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
-            swap(model)
-            sent_out(offloader)
-            return model(next(batches(1)))
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(False)
-
-    return run
-
-
-def with_a_tensor(model):
-    other = nn.Parameter(torch.ones_like(model.blocks[1].up.weight), requires_grad=False)
-    torch.utils.swap_tensors(model.blocks[1].up.weight, other)
-
-
 PROGRAMS = {
     "the data of a view is edited": (built, edited(lambda weight: weight.view(-1))),
     "the data of a row is edited": (built, edited(lambda weight: weight[3])),
@@ -208,9 +190,6 @@ PROGRAMS = {
     "requires_grad_": (built, unfrozen(lambda block: block.up.weight.requires_grad_())),
     "requires_grad": (built, unfrozen(lambda block: setattr(block.up.weight, "requires_grad", True))),
     "requires_grad_ of a block": (built, unfrozen(lambda block: block.requires_grad_(True))),
-    "double": (built, swapped(lambda model: model.double())),
-    "load_state_dict": (built, swapped(lambda m: m.load_state_dict({n: v * 2 for n, v in m.state_dict().items()}))),
-    "swap": (built, swapped(with_a_tensor)),
 }
 
 
