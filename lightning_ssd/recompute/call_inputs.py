@@ -39,11 +39,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Return these bytes, with hooks and a node of their own."""
-    if not tensor.requires_grad or not is_plain(tensor):
+    """Return these bytes with hooks of their own, and with a node where every kind of tensor has views."""
+    if not tensor.requires_grad:
         return tensor
     leaf = tensor.detach().requires_grad_()
-    return leaf if tensor.is_leaf else leaf.view_as(leaf)
+    return leaf if tensor.is_leaf or not is_plain(tensor) else leaf.view_as(leaf)
 
 
 class _Slot(int):

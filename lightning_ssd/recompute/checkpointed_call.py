@@ -347,8 +347,6 @@ class _Call:
             self._told = None
 
     def _compare(self, again: Fingerprint, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> None:
-        if any(tensor.retains_grad for tensor in tensors):  # not apart: it took it from the one that the model holds
-            raise self._block.refuse("it calls retain_grad() of an input")
         edited = self._state.changed_twice
         if edited is not None:
             raise self._block.refuse(f"it edits {edited}, a buffer, by a second reference to it")
