@@ -48,6 +48,8 @@ __all__ = ["Called", "Recomputable", "Watched", "device_of", "recompute", "recom
 _log = logging.getLogger(__name__)
 
 _MEETS = "its forward waits for other processes, which may not run it again"
+_ALIGNMENT = 512
+"""A copy of a part of a storage is aligned as that is: kernels may compute otherwise where it is less."""
 _ASKS = "it asks for gradients in its own forward (torch.autograd.grad, backward)"
 # The innermost saved-tensor hooks, and the innermost transform of torch.func. Neither has a public name.
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -232,7 +234,8 @@ def watch(called: Called, told: Callable[[float, float], None] | None = None) ->
         state.release_graphs()
     else:
         call = _Call(called, keep, look)
-        with saved_tensors_hooks(_copied, _as_it_is):  # its inputs go past the hooks: other passes do not save them
+        # Its inputs go past the hooks: other passes do not save them.
+        with saved_tensors_hooks(_copies_of(called.inputs), _as_it_is):
             result = call.begin(called.inputs)
         edits, has_met = call.edits, call.has_met
         watched.is_on_trial = bool(holders)
@@ -468,8 +471,35 @@ def _as_it_is(tensor: Any) -> Any:
     return tensor
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return it over a copy of its storage: else the program would be found to hold what it lets go in other passes."""
-    if not is_plain(tensor):
-        return tensor
-    return TensorSpec.of(tensor).view(tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
+def _copies_of(inputs: CallInputs) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what gives an input over a copy: else the program would be found to hold what it lets go in other passes.
+
+    Of each storage the bytes from the first to the last that inputs show are copied, once for all of them.
+    """
+    shown: dict[int, tuple[int, int]] = {}
+    for tensor in filter(is_plain, inputs.tensors):
+        key, (first, end) = tensor.untyped_storage()._cdata, _bytes_of(tensor)
+        shown[key] = min(first, shown.get(key, (first, end))[0]), max(end, shown.get(key, (first, end))[1])
+    copies: dict[int, torch.UntypedStorage] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if not is_plain(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        first, end = shown.get(storage._cdata, (0, storage.nbytes()))
+        first -= first % _ALIGNMENT
+        if storage._cdata not in copies:
+            raw = TensorSpec(torch.uint8, torch.Size([end - first]), (1,), first, is_conj=False, is_neg=False)
+            copies[storage._cdata] = raw.view(storage).clone().untyped_storage()
+        spec = TensorSpec.of(tensor)
+        return spec._replace(offset=spec.offset - first // tensor.element_size()).view(copies[storage._cdata])
+
+    return copied
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where in its storage the first byte of a tensor lies, and where the last one ends."""
+    first = last = int(tensor.storage_offset())
+    if tensor.numel():
+        last += sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return first * tensor.element_size(), last * tensor.element_size()

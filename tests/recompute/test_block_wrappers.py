@@ -212,6 +212,18 @@ def test_hooks_of_inputs_that_wrap_others_are_there_once(observed: dict[str, boo
     assert_identical(results[0], results[1])
 
 
+def test_a_trial_copies_what_its_inputs_show_of_a_storage_once() -> None:
+    block, whole = Triples(), torch.rand(4000, 6, requires_grad=True)
+    SHOWN.clear()
+    with Blocks({"0": block}) as blocks, saved_tensors_hooks(lambda t: t, lambda t: t):
+        with blocks.observe(Watch(wants_inputs=True)):
+            loss = block(*torch.split(whole[2000:2100], 2)).sum()
+        loss.backward()
+    ((address, nbytes),) = SHOWN
+    assert address != whole.data_ptr()
+    assert nbytes == 100 * 6 * 4 + 2000 * 6 * 4 % 512  # aligned as the storage is
+
+
 # -- installing and removing -----------------------------------------------------------------------------------------
 
 
