@@ -141,7 +141,9 @@ def hooks_of(
         elif type(record) is KeptStorage and record.nbytes == whole and record.is_same_value(tensor):
             share = record.lease()
         elif type(record) is SavedStorage and record.nbytes == whole and current.follows and tensor.requires_grad:
-            again = pack_again(record, tensor) if nbytes == whole or is_view else None
+            # Over the same bytes there may be a nested tensor, which tells no size.
+            may_be_again = (nbytes == whole or is_view) and not tensor.is_nested and (is_host or not is_capturing())
+            again = pack_again(record, tensor) if may_be_again else None
             if again is not None:
                 return again
         if share is None:

@@ -263,6 +263,23 @@ def test_what_moves_is_replayed_whatever_shows_it(name: str, tmp_path: Path, mon
         assert (stats.num_saved, stats.bytes_kept) == (2 * before.num_saved, before.bytes_kept)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_over_what_moves_stays(tmp_path: Path) -> None:
+    """One of its parts has been saved before, and its storage leaves."""
+
+    def gradient(context: Any) -> Tensor:
+        x = torch.linspace(-1, 1, SIDE * SIDE).view(SIDE, SIDE).requires_grad_()
+        with context:
+            y = torch.nested.as_nested_tensor([x[:20], x[20:]]) * 2
+            loss = sum(part.sin().sum() for part in y.unbind()) + torch.nested.to_padded_tensor(y.sin(), 0.0).sum()
+        (found,) = torch.autograd.grad(loss, x)
+        return found
+
+    with open_offloader(tmp_path, EAGER) as offloader:
+        assert same_bits(gradient(nullcontext()), gradient(offloader.saved_tensors()))
+        assert offloader.stats.num_saved, "its part was, before it"
+
+
 class CountedLock:
     def __init__(self, lock: threading.Lock) -> None:
         self.lock = lock
