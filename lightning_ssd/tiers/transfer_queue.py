@@ -8,7 +8,8 @@ so that each drive gets as much as it can move, whatever its speed. A chunk that
 
 Note [a slow drive leaves the rest]: the last chunks decide when a move ends. A drive that is much slower than another
 one takes none of them that the others would have done sooner. The fastest one takes whatever there is. Which one that
-is may change when a chunk ends: then all look again.
+is may change when a chunk ends: then all look again. What a drive has taken for a chunk is forgotten little by little
+while it leaves chunks to others: it may have been a large chunk, or one hiccup, and only a chunk shows that it is over.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ _T = TypeVar("_T")
 _PATIENCE_S = 60.0
 _SLOW = 2.0
 """A drive is much slower than another one if a chunk takes so many times as long."""
+_FORGETS = 1 / 32
+"""Part of what a drive is slower than the fastest one that is forgotten with each chunk that it has left to others."""
 
 
 class Transfer(ABC):
@@ -369,6 +372,16 @@ class TransferQueue:
         others_per_s = sum(1 / chunk_s for chunk_s in self._chunk_s) - 1 / mine
         return num_left < (self._num_moving[lane] + 1) * mine * others_per_s
 
+    def _look_again(self) -> None:
+        """Wake the lanes that have left chunks, and leave them no more. With the lock held; a chunk has ended."""
+        fastest = min(self._chunk_s)
+        for lane, num in enumerate(self._num_left):
+            self._chunk_s[lane] -= _FORGETS * (self._chunk_s[lane] - fastest) if num else 0.0
+            if num and not self._leaves_the_rest(lane):
+                self._num_left[lane] = 0
+                for _ in range(num):
+                    self._wake(lane)
+
     def _claim(self, lane: int | None) -> tuple[Transfer, Chunk | None]:
         """With the lock held, and work there."""
         transfer = self._heaps[lane][0][2]
@@ -473,10 +486,7 @@ class TransferQueue:
             chunk_s = (time.perf_counter() - begin_s) / self._num_moving[lane]
             self._chunk_s[lane] = (self._chunk_s[lane] + chunk_s) / 2 if self._chunk_s[lane] else chunk_s
             self._num_moving[lane] -= 1
-            for number, num in enumerate(self._num_left):
-                self._num_left[number] = 0
-                for _ in range(num):
-                    self._wake(number)
+            self._look_again()
             transfer.error = transfer.error or error
             transfer._num_unfinished -= 1
             last = transfer._num_unfinished == 0

@@ -424,3 +424,30 @@ def test_a_drive_that_was_slow_is_asked_again(events: EventLog) -> None:
         assert lanes.count(1) >= 5
     finally:
         queue.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "num"), [([0.002, 0.2], 12), ([0.1, 0.1], 1)], ids=["one hiccup", "large chunks before small ones"]
+)
+def test_a_drive_that_was_slow_once_does_not_stay_away(before: list[float], num: int, events: EventLog) -> None:
+    """Also where so little is queued at a time that the others can do it all."""
+    seconds = before
+    queue = TransferQueue("write", 1, events, num_lanes=2)
+    lanes: list[int] = []
+
+    def chunk() -> None:
+        lanes.append(queue.lane)
+        time.sleep(seconds[queue.lane])
+
+    def move(num: int) -> None:
+        queue.submit(Move(*[chunk] * num))
+        queue.wait_idle()
+
+    try:
+        move(4)
+        seconds = [0.002, 0.002]
+        while len(lanes) < 400:
+            move(num)
+        assert {0, 1} <= set(lanes[200:])
+    finally:
+        queue.close()
