@@ -60,6 +60,7 @@ class WearMeter:
         self._begin: Mapping[str, Sequence[int]] = {}
         self._num_borders = 0
         self._warned = rating_bytes is None
+        self._doubt: tuple[float, float] | None = None  # seconds and bytes of others when they had exceeded the budget
 
     def watch(self, who: str, written: Written) -> None:
         """Count what a writer writes. Several may have one name."""
@@ -85,7 +86,8 @@ class WearMeter:
         """Count the end of a backward. Return the warning that a drive will not last, once, else ``None``.
 
         Raises:
-            BudgetError: other writers than activations, which plans do not limit, write more than ``wear_budget``.
+            BudgetError: other writers than activations, which plans do not limit, write more than ``wear_budget``, and
+                go on doing so: weights that leave memory in mid-run may be written but once.
         """
         if self._begin_s is None:
             self._begin_s, self._begin = time.perf_counter(), self._written()
@@ -111,6 +113,14 @@ class WearMeter:
     def _hold_to_budget(self) -> None:
         allowed, others = self.bytes_per_day, self.other_bytes_per_day()
         if allowed is None or others <= allowed:
+            self._doubt = None
+            return
+        now_s = self._since_begin()[0]
+        doubt, now = self._doubt, (now_s, others * now_s / DAY_S)
+        if doubt is not None and now_s < 2 * doubt[0]:
+            return
+        self._doubt = now
+        if doubt is None or (now[1] - doubt[1]) / (now_s - doubt[0]) * DAY_S <= allowed:
             return
         told = format_sizes(allowed * self._num_processes, others * self._num_processes, decimal=True)
         written = self._since_begin()[1]

@@ -241,12 +241,12 @@ def test_others_that_exceed_the_budget_alone_are_refused_once_that_is_known(
     per_s = 10**9
     for num_processes, budget_per_s, is_refused in ((1, per_s, False), (1, per_s - 1, True), (2, 2 * per_s - 2, True)):
         one = account(rating, num_processes=num_processes, budget=budget_per_s * DAY_S)
-        for number in range(7):
+        for number in range(14):
             one.states = [number * 10 * per_s]
             assert one.border(number * FAST) is None
-            assert one.meter.other_bytes_per_day() == 0, "not known yet"
+            assert (one.meter.other_bytes_per_day() == 0) == (number < 7), "not known yet"
             wait(10)
-        one.states = [70 * per_s]
+        one.states = [140 * per_s]
         if is_refused:
             match = r"wear_budget allows .* per day, and optimizer states \(100%\) need .* per day.*Raise wear_budget"
             with pytest.raises(BudgetError, match=match):
@@ -254,3 +254,19 @@ def test_others_that_exceed_the_budget_alone_are_refused_once_that_is_known(
         else:
             assert one.border(9 * FAST) is None
         assert one.meter.other_bytes_per_day() == pytest.approx(per_s * DAY_S)
+
+
+def test_what_is_written_once_is_no_rate(account: Callable[..., Account], wait: Callable[[float], None]) -> None:
+    """Weights that leave memory after the first passes, and change no more."""
+    one = account(None, budget=TB)
+
+    def go_on(num: int, nbytes: int) -> None:
+        for _ in range(num):
+            one.border(0)
+            one.states = [one.states[0] + nbytes]
+            wait(10)
+
+    go_on(1, TB // 10)
+    go_on(1000, 0)
+    with pytest.raises(BudgetError):
+        go_on(4000, TB // 1000)
