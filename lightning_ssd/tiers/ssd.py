@@ -83,6 +83,11 @@ class SsdTier(Tier):
         """Size of the spill files."""
         return sum(arena.size_bytes for arena in self._arenas)
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the spill files that are lent."""
+        return sum(arena.used_bytes for arena in self._arenas)
+
     def written_bytes(self) -> list[int]:
         """Return the bytes that were written in each directory."""
         return [arena.written_bytes for arena in self._arenas]

@@ -79,6 +79,22 @@ def test_tensors_have_their_bits_while_training_goes_on(tmp_path):
         assert used_bytes(optimizer) == before
 
 
+def test_files_grow_by_what_is_held_and_not_with_each_collection(tmp_path):
+    nbytes = 64 << 20
+    with opened(tmp_path / "a", tmp_path / "b") as optimizer:
+        tier, sizes, held = files_of(optimizer).tier, [], []
+        for is_held in (False, False, True, False):
+            spool = spool_of(optimizer, nbytes)
+            found = [spool.put(torch.ones(nbytes // 4))]
+            sizes.append(tier.disk_bytes)
+            held += found if is_held else []
+            del spool, found
+            gc.collect()
+        assert sizes[0] == sizes[1] == sizes[2]
+        assert nbytes <= sizes[3] - sizes[2] <= 2 * nbytes
+        assert torch.equal(held[0], torch.ones(nbytes // 4))
+
+
 def test_an_interrupted_wait_leaves_nothing_on_the_drive(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -80,7 +80,7 @@ class TensorSpool:
         self._refusal: Exception | None = None
         self._refused_bytes = 0
         try:
-            files.reserve(files.tier.disk_bytes + nbytes)
+            files.reserve(0, beside=files.tier.used_bytes - store.drive_bytes + nbytes)
         except (StorageError, OffloaderClosedError) as error:
             self._refusal = error
 

@@ -132,6 +132,13 @@ class StateStore:
         """
         self._homes[first if first is not None else len(self) :] = [SubgroupEntry() for _ in range(num)]
 
+    @property
+    def drive_bytes(self) -> int:
+        """Bytes of the subgroups that the drives hold."""
+        with self._lock:
+            copies = [home.copy for home in self._homes]
+        return sum(copy.stored.body_nbytes for copy in copies if copy is not None and not copy.is_cached)
+
     def in_memory(self) -> list[int]:
         """Return the subgroups that are in memory, and need no fetch."""
         with self._lock:
