@@ -306,6 +306,25 @@ def _prehook(weight, where):
     return x.grad
 
 
+def test_hooks_that_were_entered_before_the_offloader_was_opened_may_give_a_weight_itself(opened):
+    results = []
+    for offloads in (False, True):
+        model, x = frozen(Scale), torch.ones(64, 256, requires_grad=True)
+        value = model.weight.detach().clone()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda saved, value=value: None if torch.equal(saved, value) else saved,
+            lambda packed, model=model: model.weight if packed is None else packed,
+        ):
+            with hooks_of_somebody_else():
+                offloader = opened(model) if offloads else PLAIN
+            loss = model(x).sum()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert not offloads or eventually(offloader, lambda model=model: away(model) == ["weight"])
+        loss.backward()
+        results.append(x.grad)
+    assert torch.equal(*results)
+
+
 def _of_a_class(weight):
     class Own(torch.Tensor):
         @classmethod

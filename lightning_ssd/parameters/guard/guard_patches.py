@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.sent_storages import noting_sent, sending_is_noted
 from lightning_ssd.common.tensors import PLAIN_TYPES
 from lightning_ssd.parameters.guard.guard import GUARDED_OF, Door, door_of, is_guarded, using
@@ -42,8 +43,9 @@ from lightning_ssd.parameters.guard.guard import GUARDED_OF, Door, door_of, is_g
 __all__ = ["guard_patches"]
 
 _Hooks = torch.autograd.graph.saved_tensors_hooks
-_plain_enter = _Hooks.__enter__
 _push_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 _data: Any = torch._C.TensorBase.data
 _GRADS: dict[str, Any] = {"grad": torch._C.TensorBase.grad, "_grad": torch._C.TensorBase._grad}
 _ENGINES: tuple[Any, ...] = (torch.autograd.graph, torch.autograd)
@@ -110,6 +112,7 @@ class _GuardPatches:
                 self._stand_in(owner, "set_stream", _then_follow(set_stream))
         self._stand_in(torch.overrides, "has_torch_function", _has_torch_function)
         self._stand_in(_Hooks, "__enter__", _enter_hooks)
+        _enter_again()
         storages: Any = torch.UntypedStorage
         self._stand_in(storages, "_share_cuda_", noting_sent(storages._share_cuda_))
         sending_is_noted()
@@ -212,10 +215,25 @@ def _has_torch_function(args: Any) -> bool:
 
 
 def _enter_hooks(hooks: Any) -> Any:
-    module: str = getattr(getattr(hooks.pack_hook, "func", hooks.pack_hook), "__module__", None) or ""
-    if module.startswith("lightning_ssd."):
-        return _plain_enter(hooks)
-    return _push_hooks(hooks.pack_hook, _bringing_back(hooks.unpack_hook))
+    return _push(hooks.pack_hook, hooks.unpack_hook)
+
+
+def _push(pack: Any, unpack: Any) -> Any:
+    module: str = getattr(getattr(pack, "func", pack), "__module__", None) or ""
+    return _push_hooks(pack, unpack if module.startswith("lightning_ssd.") else _bringing_back(unpack))
+
+
+def _enter_again() -> None:
+    """Enter the hooks of this thread again, in the same order: they were entered when nothing was away."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]  # in no stub
+        return
+    entered = []
+    with deferring_interrupts():
+        while (hooks := _top_hooks(True)) is not None:
+            entered.append(hooks)
+            _pop_hooks()
+        while entered:
+            _push(*entered.pop())
 
 
 def _bringing_back(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
