@@ -246,7 +246,8 @@ class FiledStorage(MappedStorage):
                     _write_all(again.fileno(), region, self._extent.offset + self.start)
                 _begin_writing(direct, self._extent.offset, self._extent.nbytes)
             except OSError as error:
-                what = f"a weight or gradient could not be written to {self.arena.path}"
+                way = "" if error.filename is None else f" by {error.filename}"
+                what = f"a weight or gradient could not be written to {self.arena.path}{way}"
                 raise as_storage_error(error, what) from error
 
     def forget(self) -> None:
