@@ -162,7 +162,7 @@ class OffloadCallback(Callback):
         # The model is on its device by now, in its precision, and wrapped or cut.
         self._session.offloader.open(pl_module)
         if self.log_metrics:
-            DefaultMonitor().attach(trainer)  # behind this callback, whose turn it is
+            DefaultMonitor().attach(trainer, after=self)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

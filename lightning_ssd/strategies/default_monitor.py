@@ -30,14 +30,21 @@ class DefaultMonitor(OffloadMonitor):
     def records_steps(self, trainer: pl.Trainer) -> bool:
         return False
 
-    def attach(self, trainer: pl.Trainer) -> None:
-        """Add this to the Trainer's callbacks if there is a logger, and no other monitor."""
+    def attach(self, trainer: pl.Trainer, *, after: pl.Callback | None = None) -> None:
+        """Add this to the Trainer's callbacks if there is a logger, and no other monitor.
+
+        Args:
+            trainer: gets this.
+            after: the callback whose turn it is. Lightning would call it again if this came before it.
+        """
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         is_read = any(not _is_named(logger, "DummyLogger") for logger in trainer.loggers)
         if not is_read or trainer.barebones or any(isinstance(one, OffloadMonitor) for one in callbacks):
             return
         # Lightning keeps checkpoints last, so that they see the effects of other callbacks.
-        index = next((i for i, one in enumerate(callbacks) if _is_named(one, "Checkpoint")), len(callbacks))
+        begin = 0 if after is None else callbacks.index(after) + 1
+        last = (i for i, one in enumerate(callbacks) if i >= begin and _is_named(one, "Checkpoint"))
+        index = next(last, len(callbacks))
         callbacks.insert(index, self)
 
     @override

@@ -194,6 +194,28 @@ def test_a_logger_is_enough_for_numbers_and_verdict(
     assert not [key for key in saved["callbacks"] if "Monitor" in key]
 
 
+def test_it_is_asked_once_where_a_program_puts_it_behind_checkpoints(tmp_path: Path) -> None:
+    callback, asked = offloading(tmp_path), []
+
+    class Adds(trainers.Net):
+        def setup(self, stage: str) -> None:
+            self.trainer.callbacks.append(callback)
+
+        def on_train_start(self) -> None:
+            asked.append(callback.offloader)
+
+    class Watched(type(callback)):  # type: ignore[misc]
+        def on_fit_start(self, *args: Any) -> None:
+            asked.append(None)
+            super().on_fit_start(*args)
+
+    callback.__class__ = Watched
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path / "csv")
+    trainer, _ = trainers.fit(Adds, "auto", tmp_path, logger=logger, callbacks=[], enable_checkpointing=True)
+    assert asked == [None, callback.offloader]
+    assert {"training_step", "teardown"} & set(vars(trainer.strategy)) == set()
+
+
 # -- its life ---------------------------------------------------------------------------------------------------------
 
 
