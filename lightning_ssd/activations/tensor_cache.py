@@ -44,11 +44,12 @@ from lightning_ssd.common.inplace_edits import (
     owner_of,
     resized_error,
 )
-from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
+from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, storage_of
 from lightning_ssd.common.waiting import Latch, is_free_within
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.memory.readings import available_bytes, level_bytes, peak_bytes
+from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.pager import Pager, SavedElsewhere, Unit
 from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.planning.placement import Placement
@@ -539,16 +540,24 @@ class TensorCache:
                 return keep(tensor)
             if storage._cdata in self._parameter_keys:
                 self._counters.num_kept_parameters += 1
-                if self._weights is None or (unit := self._weights.by_storage.get(storage._cdata)) is None:
-                    return keep(tensor)
-                return SavedWeight(self._weights.save(tensor, unit) or keep(tensor), unit)
+                return self._saved_weight(tensor, storage) or keep(tensor)
             if self._is_ours(tensor, storage, nbytes):
                 if not self.parameters.recognise(tensor, storage):
                     return self._pack_storage(current, tensor, storage, nbytes, moves)
                 self._counters.num_kept_parameters += 1
                 return keep(tensor)
+        elif is_guarded(tensor) and (weight := self._saved_weight(tensor, storage_of(tensor))) is not None:
+            self._counters.num_kept_parameters += 1
+            return weight  # itself, as custom functions and checkpoints save it: kept, it might have no memory later
         self._counters.num_kept_foreign += 1
         return keep(tensor)
+
+    def _saved_weight(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedWeight | None:
+        """Return what stands for a weight that waits; ``None``: it is none."""
+        unit = None if self._weights is None else self._weights.by_storage.get(storage._cdata)
+        if self._weights is None or unit is None:
+            return None
+        return SavedWeight(self._weights.save(tensor, unit) or keep(tensor), unit)
 
     def _is_ours(self, tensor: torch.Tensor, storage: torch.UntypedStorage, storage_nbytes: int) -> bool:
         if tensor.nbytes < storage_nbytes and not tensor._is_view():

@@ -37,7 +37,7 @@ from lightning_ssd.common.accelerators import is_capturing
 from lightning_ssd.common.collectives import MeetingCount
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
 from lightning_ssd.common.rng import RandomStates, default_sources
-from lightning_ssd.common.tensors import TensorSpec
+from lightning_ssd.common.tensors import TensorSpec, class_of
 from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
 from lightning_ssd.recompute.call_inputs import CallInputs, apart, fill, is_plain
 from lightning_ssd.recompute.call_state import CallState
@@ -483,6 +483,8 @@ def _copies_of(inputs: CallInputs) -> Callable[[torch.Tensor], torch.Tensor]:
     copies: dict[int, torch.UntypedStorage] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if class_of(tensor) is not type(tensor):  # an offloaded weight: unpacked itself, it would have no memory
+            return tensor.detach().clone()
         if not is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from lightning_ssd.common.dtensor import is_shard, local_of
-from lightning_ssd.common.tensors import storage_of
+from lightning_ssd.common.tensors import class_of, storage_of
 
 __all__ = ["Fingerprint", "differs"]
 
@@ -68,6 +68,8 @@ class Fingerprint:
 
     def add(self, tensor: torch.Tensor) -> None:
         """One more."""
+        if class_of(tensor) is not type(tensor):
+            tensor = tensor.detach()  # of an offloaded weight: its bytes are here as long as this is held
         is_parameter = type(tensor) is torch.nn.Parameter
         # One that is an input comes back from autograd as a tensor.
         kind = torch.Tensor if is_parameter else type(tensor)

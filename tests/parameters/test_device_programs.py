@@ -12,7 +12,7 @@ from tests.parameters.test_device_gradients import pager_of
 from tests.parameters.test_device_training import have_left, policy  # noqa: F401  # the policy is that of ``opened``
 from tests.support.helpers import meaning_of
 from tests.support.pairs import pairwise
-from tests.support.weight_loops import WIDTH, Loop, batches, same
+from tests.support.weight_loops import WIDTH, Block, Loop, Net, batches, same
 
 IS_LATE = True
 pytestmark = pytest.mark.usefixtures("many_parts")
@@ -196,6 +196,50 @@ def test_compiled_blocks(opened):
             loop.optimizer = offloader.offload_optimizer(torch.optim.AdamW(loop.model.parameters(), lr=1e-2))
         results.append(loop.run().result())
     assert same(*results)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.flatten(0, -2).t() @ gradient.flatten(0, -2)
+
+
+class Lending(Block):
+    def forward(self, x, other):
+        return super().forward(x) + Product.apply(torch.relu(x @ other.t()), other)
+
+
+class LendingNet(Net):
+    """Gives each block a weight of another one."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.blocks = nn.ModuleList(Lending() for _ in range(4))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(x, self.blocks[-1 - number].up.weight)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("activations", ["auto", "offload", "recompute", "recompute_offload"])
+def test_a_weight_of_another_unit_that_is_saved_itself(activations, opened, monkeypatch):
+    """As an input of a recomputed block, and by a custom function."""
+    monkeypatch.setattr("tests.support.weight_loops.Net", LendingNet)
+    consent = {"recompute_modules": ["Lending"]} if activations != "offload" else {}
+    offloader = opened(activations=activations, **consent)
+
+    def send_out(model, optimizer, step):
+        assert have_left(offloader, model)
+
+    assert same(Loop(offloader, after_step=send_out).run().result(), Loop().run().result())
 
 
 def load_again(model):
