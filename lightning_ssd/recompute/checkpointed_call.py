@@ -197,7 +197,12 @@ class Watched:
             self.is_tried = True
         except RecomputeError:
             self.reason, self.is_tried = self._block.changed, True
-            _log.info("blocks of the class %s are kept, since one was run again: %s", self._block.kind, self.reason)
+            _log.warning(
+                "blocks of the class %s are kept, since one was run again: %s. What its forward changes elsewhere than "
+                "in its own modules, such as a generator of random numbers, was changed once more",
+                self._block.kind,
+                self.reason,
+            )
         except Exception as error:
             if not _ran_out(error):  # which says nothing of the block, and what backward needs was kept
                 raise
