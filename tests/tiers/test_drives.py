@@ -239,7 +239,7 @@ def test_the_probe_uses_all_drives_at_once_by_their_speed(tmp_path: Path, monkey
         rates = measure_rates(drives, directories)
         assert min(rates.write_per_s, rates.read_per_s) > 0
         assert drives.writes["a"] > drives.writes["b"] > drives.writes["c"] == drives.reads["c"] == 0
-        assert drives.reads["a"] > drives.reads["b"] > 0
+        assert drives.reads["a"] > drives.reads["b"]  # the slow one may have left all of the second round to the other
         drives.full |= {"a", "b"}
         with pytest.raises(OutOfSpaceError):
             measure_rates(drives, directories)
