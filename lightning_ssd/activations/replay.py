@@ -145,6 +145,8 @@ def hooks_of(
             may_be_again = (nbytes == whole or is_view) and not tensor.is_nested and (is_host or not is_capturing())
             again = pack_again(record, tensor) if may_be_again else None
             if again is not None:
+                if is_cpu:
+                    counters.hook_s += clock() - begin_s
                 return again
         if share is None:
             moves = record is None and index < num_expected and expected[index] == whole and not stays[index]

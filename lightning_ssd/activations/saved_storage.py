@@ -162,9 +162,10 @@ class SavedStorage:
 
     def is_filled(self) -> bool:
         """Whether its bytes will be there when ``produced`` has passed; see the note in ``operation.py``."""
-        if self.operation is None:
+        operation = self.operation  # once: a flush by a signal handler may find that it is over
+        if operation is None:
             return True
-        if self.operation.may_run and self.home is not None and not self.home.is_over:
+        if operation.may_run and self.home is not None and not self.home.is_over:
             return False
         self.operation = None
         self.produced = self.produced.again()

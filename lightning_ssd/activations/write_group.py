@@ -65,7 +65,10 @@ class WriteGroup:
             is_over: what is filled need not be saved as a whole.
         """
         for _ in range(min(number, len(self._held))):
-            record, placement = self._held.popleft()
+            try:
+                record, placement = self._held.popleft()
+            except IndexError:  # a flush by a signal handler, or by another thread, has taken the last one
+                return
             if record.is_filled() and (is_over or record.is_saved_whole):
                 self._ready.append((record, placement))
                 self._nbytes += record.nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -64,6 +65,27 @@ def test_what_is_in_use_or_dead_stays_out_of_it() -> None:
         group.add(record, Placement.SSD, 1 << 40)  # type: ignore[arg-type]
     records[1].can_be_evicted = False
     assert [record for record, _ in group.taken()] == [records[0], records[2]]
+
+
+def test_a_flush_in_a_signal_handler_takes_what_a_hook_looks_at() -> None:
+    """The hook holds no lock, so that the flush is not refused."""
+    flushed: list[object] = []
+
+    class Held(Record):
+        operation = cast(Any, "may run")
+        is_saved_whole = True
+
+        def is_filled(self) -> bool:
+            if not flushed:
+                flushed.append(self)
+                flushed.extend(record for record, _ in group.taken(is_over=True))
+            return True
+
+    group, records = WriteGroup(), [Held(1) for _ in range(3)]
+    group._held.extend((record, Placement.SSD) for record in records[:2])  # type: ignore[misc]
+    group.add(records[2], Placement.SSD, 1 << 40)  # type: ignore[arg-type]
+    assert flushed == records
+    assert [record for record, _ in group.taken()] == records[:1]
 
 
 @pytest.mark.parametrize("ends", ["forward", "flush"])
