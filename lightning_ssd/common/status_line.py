@@ -6,10 +6,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
 from tqdm import tqdm
+from tqdm.utils import ObjectWrapper
 
 from lightning_ssd.common.formatting import escape_control, format_sizes
 
@@ -25,6 +27,20 @@ class _Line(tqdm):  # type: ignore[misc]  # it has no types
     """A progress bar without the bar, and without the thread that watches other bars."""
 
     monitor_interval = 0
+
+
+class _Terminal(ObjectWrapper):  # type: ignore[misc]  # it has no types
+    """A terminal that may be gone, busy, or unable to show a name: training goes on."""
+
+    def write(self, text: str) -> None:
+        """Write, if it can be."""
+        with suppress(OSError, ValueError):
+            self._wrapped.write(text)
+
+    def flush(self) -> None:
+        """Show what was written, if it can be."""
+        with suppress(OSError, ValueError):
+            self._wrapped.flush()
 
 
 class StatusLine:
@@ -48,7 +64,7 @@ class StatusLine:
             leave=False,
             dynamic_ncols=True,
             miniters=0,
-            file=sys.__stderr__,
+            file=_Terminal(sys.__stderr__),
         )
 
     def __enter__(self) -> StatusLine:

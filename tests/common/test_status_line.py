@@ -83,11 +83,15 @@ def another_of_a_group(patch, terminal):
     patch.setenv("LOCAL_RANK", "0")  # the first one of another machine
 
 
-def fails(name, error):
+def fails(error):
     def refuse(*args):
         raise error
 
-    return lambda patch, terminal: patch.setattr(terminal, name, refuse)
+    def patched(patch, terminal):
+        for name in ("write", "flush"):
+            patch.setattr(terminal, name, refuse)
+
+    return patched
 
 
 def with_variables(**values):
@@ -103,7 +107,9 @@ SILENT = {
     "a log file": lambda patch, terminal: stand_in(patch, io.StringIO()),
     "no standard error": lambda patch, terminal: stand_in(patch, None),
     "standard error that is taken": lambda patch, terminal: stand_in(patch, terminal, Terminal()),
-    "a terminal that has hung up": fails("write", OSError(errno.EIO, "input/output error")),
+    "a terminal that has hung up": fails(OSError(errno.EIO, "input/output error")),
+    "a terminal that is busy": fails(BlockingIOError(errno.EAGAIN, "try again")),
+    "a terminal without these letters": fails(UnicodeEncodeError("ascii", "", 0, 1, "")),
     "a closed terminal": lambda patch, terminal: patch.setattr(Terminal, "closed", True),
 }
 
