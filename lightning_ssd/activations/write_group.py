@@ -1,8 +1,8 @@
 """Storages on their way out, until there are enough of them for one job.
 
 A job costs its worker and the training thread as much Python as a small write takes, whatever its size. So up to 16
-storages leave together (Megatron-Core's fine-grained offloading moves groups of tensors for the same reason). A group
-never holds back more than a sixty-fourth of all that is saved.
+storages leave together (Megatron-Core's fine-grained offloading moves groups of tensors for the same reason). What is
+ready is never held back beyond a sixty-fourth of all that is saved.
 """
 
 from __future__ import annotations
