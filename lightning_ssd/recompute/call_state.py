@@ -342,7 +342,7 @@ class _Tensor(NamedTuple):
     """Not itself: the call may want to free it."""
     gradient_version: int
     hooks: list[int]
-    """Those that are registered with it, by their numbers."""
+    """Numbers of the hooks that are registered with the tensor."""
 
     @classmethod
     def of(cls, owner: type, name: str, tensor: torch.Tensor) -> _Tensor:

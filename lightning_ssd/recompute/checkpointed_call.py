@@ -10,8 +10,8 @@ autocast. What it leaves to its caller is done here:
   an effect on what the repetition saves, which is compared with what the call has saved (``fingerprint.py``). So
   gradients of this call are right. What the repetition changes there stays changed for the next step.
 
-Each error comes before any gradient of the call is used. A call may also be kept and repeated all the same, on trial:
-then a difference is no error (:func:`watch`). A tensor given twice stays one; lists among the arguments that
+Each error comes before any gradient of the call is used. In a trial a call is kept and repeated as well; a difference
+is no error then (:func:`watch`). A tensor given twice stays one; lists among the arguments that
 the forward fills are filled once.
 """
 

@@ -183,7 +183,7 @@ class SourceStorage(MappedStorage):
 
 
 class SourceFiles:
-    """Those that weights of one offloader wait in."""
+    """Hold the user's files that weights of one offloader wait in."""
 
     def __init__(self, *, verify: bool = False) -> None:
         self._verify = verify
