@@ -46,6 +46,7 @@ __all__ = [
     "explain",
     "is_compiled_by_lightning",
     "is_interactive",
+    "is_named",
     "is_trying_a_size",
     "make_launcher",
     "reduce_over_processes",
@@ -161,6 +162,11 @@ def is_compiled_by_lightning(module: pl.LightningModule) -> bool:
     Answers ``from_compiled`` in ``lightning.pytorch.utilities.compile``, which notes it in ``_compiler_ctx``.
     """
     return module._compiler_ctx is not None
+
+
+def is_named(value: object, name: str) -> bool:
+    """Tell whether a class of that name, of either package, is among the value's classes."""
+    return any(base.__name__ == name for base in type(value).__mro__)
 
 
 def is_interactive() -> bool:

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_ssd.monitor import OffloadMonitor
+from lightning_ssd.strategies._lightning_compat import is_named
 
 __all__ = ["DefaultMonitor"]
 
@@ -38,12 +39,12 @@ class DefaultMonitor(OffloadMonitor):
             after: the callback whose turn it is. Lightning would call it again if this came before it.
         """
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        is_read = any(not _is_named(logger, "DummyLogger") for logger in trainer.loggers)
+        is_read = any(not is_named(logger, "DummyLogger") for logger in trainer.loggers)
         if not is_read or trainer.barebones or any(isinstance(one, OffloadMonitor) for one in callbacks):
             return
         # Lightning keeps checkpoints last, so that they see the effects of other callbacks.
         begin = 0 if after is None else callbacks.index(after) + 1
-        last = (i for i, one in enumerate(callbacks) if i >= begin and _is_named(one, "Checkpoint"))
+        last = (i for i, one in enumerate(callbacks) if i >= begin and is_named(one, "Checkpoint"))
         index = next(last, len(callbacks))
         callbacks.insert(index, self)
 
@@ -58,8 +59,3 @@ class DefaultMonitor(OffloadMonitor):
     def _detach(self, trainer: pl.Trainer) -> None:
         # A new list, because Lightning is iterating over the other one.
         trainer.callbacks = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
-
-
-def _is_named(value: object, name: str) -> bool:
-    """Tell whether a class of that name, of either package, is among the value's classes."""
-    return any(base.__name__ == name for base in type(value).__mro__)

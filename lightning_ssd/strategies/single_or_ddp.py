@@ -78,7 +78,7 @@ class SingleOrDDPStrategy(WithModule):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         check_start_method(self, start_method)
-        if any(kind.__name__ == "PostLocalSGDState" for kind in type(ddp_comm_state).__mro__):
+        if compat.is_named(ddp_comm_state, "PostLocalSGDState"):
             raise ConfigError(
                 f"{type(self).__name__}.ddp_comm_state is a PostLocalSGDState, and this strategy averages no models "
                 "between steps, as post-local SGD has to. Use another hook, or Lightning's DDPStrategy"

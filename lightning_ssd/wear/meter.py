@@ -106,30 +106,36 @@ class WearMeter:
         """Return what this process writes per day besides activations; 0 before that is known."""
         if not self._is_known():
             return 0.0
-        elapsed_s, written = self._since_begin()
-        written.pop(ACTIVATIONS, None)
+        elapsed_s, written = self._others()
         return _total(written) / self._num_processes / elapsed_s * DAY_S
 
     def _hold_to_budget(self) -> None:
-        allowed, others = self.bytes_per_day, self.other_bytes_per_day()
-        if allowed is None or others <= allowed:
+        allowed, doubt = self.bytes_per_day, self._doubt
+        if allowed is None:
+            return
+        now_s, written = self._others()
+        nbytes = _total(written) / self._num_processes
+        others = nbytes / now_s * DAY_S
+        if others <= allowed:
             self._doubt = None
             return
-        now_s = self._since_begin()[0]
-        doubt, now = self._doubt, (now_s, others * now_s / DAY_S)
         if doubt is not None and now_s < 2 * doubt[0]:
             return
-        self._doubt = now
-        if doubt is None or (now[1] - doubt[1]) / (now_s - doubt[0]) * DAY_S <= allowed:
+        self._doubt = now_s, nbytes
+        if doubt is None or (nbytes - doubt[1]) / (now_s - doubt[0]) * DAY_S <= allowed:
             return
         told = format_sizes(allowed * self._num_processes, others * self._num_processes, decimal=True)
-        written = self._since_begin()[1]
-        written.pop(ACTIVATIONS, None)
         raise BudgetError(
             f"OffloadPolicy.wear_budget allows {told[0]} per day, and {_parts_of(written)} need {told[1]} per day, "
             "whatever is done with activations. Raise wear_budget above that, keep these in memory (such as "
             'optimizer_states="keep"), or update less often (accumulate gradients)'
         )
+
+    def _others(self) -> tuple[float, dict[str, list[int]]]:
+        """Return what :meth:`_since_begin` does, without activations."""
+        elapsed_s, written = self._since_begin()
+        written.pop(ACTIVATIONS, None)
+        return elapsed_s, written
 
     def _is_known(self) -> bool:
         return self._num_borders >= _MIN_BORDERS and self._since_begin()[0] >= _MIN_SECONDS
