@@ -102,7 +102,8 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
         description = "blocks are recomputed, all else is kept in memory and counted"
         return Components(description=description, heap_policy=heap_policy)
     backend, directories, why = _open_directories(stack, environment)
-    if is_mapped and is_glibc() and not has_whole_pages() and environment.local_rank == 0:
+    lacks_whole_pages = is_mapped and is_glibc() and not has_whole_pages()
+    if lacks_whole_pages and environment.local_rank == 0:
         _warn_of_page_faults()
     cpu = CpuCosts.here(0.0 if has_whole_pages() else measure_mapping()) if is_mapped else None
     reload = None
@@ -125,6 +126,10 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
             cost_s_per_byte=0.0 if cpu is None else cpu.mapping_s_per_moved_byte,
         )
         constraints = _constraints(policy, wear.bytes_per_day)
+        if lacks_whole_pages and policy.max_slowdown == _DEFAULT_SLOWDOWN:
+            # glibc does not use again what a part of the tensors leaves in its heap: memory does not fall, and page
+            # faults take a tenth of the step. Plans keep everything, then, unless memory is limited.
+            constraints = replace(constraints, max_slowdown=1.0)
         num_sharing = 1 if environment.is_discrete else environment.num_local_processes
         scheduler = Scheduler(constraints, meter.machine, agree=environment.agree, num_sharing=num_sharing)
         scheduler.other_writes = wear.other_bytes_per_day
@@ -312,7 +317,8 @@ def _warn_of_page_faults() -> None:
     if PAGES_VARIABLE not in os.environ:
         _log.warning(
             "on this CPU run, start Python with %s=1 in the environment: moving tensors is cheaper then (fewer page "
-            "faults); 0 keeps it off without this message",
+            "faults). Without it activations='auto' moves them under a budget, where memory is short, or with a "
+            "max_slowdown of your own; 0 keeps it off without this message",
             PAGES_VARIABLE,
         )
 

@@ -369,14 +369,15 @@ class LivePasses:
         if peak_bytes:
             self._accounting.pass_ended(peak_bytes)
 
-    def _cpu_s(self, begin: PassBegin) -> float:
-        if self._cpu is None:
-            return 0.0
+    def _moved_bytes(self, begin: PassBegin) -> int:
         counters = self._accounting.counters
+        return counters.bytes_written - begin.written_bytes + counters.bytes_host - begin.host_bytes
+
+    def _cpu_s(self, begin: PassBegin) -> float:
+        if self._cpu is None or not self._moved_bytes(begin):
+            return 0.0
         return self._cpu.seconds(
-            worker_s=self._worker_s() - begin.worker_s,
-            num_faults=page_faults() - begin.num_faults,
-            moved_bytes=counters.bytes_written - begin.written_bytes + counters.bytes_host - begin.host_bytes,
+            worker_s=self._worker_s() - begin.worker_s, num_faults=page_faults() - begin.num_faults
         )
 
     def _sum_up(self, current: SavedPass, cursor: PlanCursor, begin: PassBegin, cpu_s: float) -> FinishedPass:
@@ -401,7 +402,7 @@ class LivePasses:
             peak_bytes=self._accounting.window_peak_bytes,
             written_bytes=counters.bytes_written - begin.written_bytes,
             read_bytes=counters.bytes_read - begin.read_bytes,
-            moved_bytes=counters.bytes_written - begin.written_bytes + counters.bytes_host - begin.host_bytes,
+            moved_bytes=self._moved_bytes(begin),
             hook_s=counters.hook_s - begin.hook_s,
             cpu_s=cpu_s,
             highest_bytes=highest_bytes if highest_bytes > begin.highest_bytes else 0,

@@ -167,13 +167,16 @@ def _costs_more(report: RunReport) -> str | None:
     promised = float(report.policy.get("max_slowdown", 1.0)) - 1
     if plan["measured_overhead"] <= promised:
         return None
-    malloc = str(report.machine.get("malloc", ""))
-    is_dear = report.machine.get("device") == "cpu" and malloc.startswith("glibc") and "whole pages" not in malloc
-    cheaper = " Start Python with THP_MEM_ALLOC_ENABLE=1: moving tensors is cheaper then (fewer page faults)."
     return (
         f"Moving took {100 * plan['measured_overhead']:.1f} % of a pass, more than the {100 * promised:.0f} % that "
-        f"max_slowdown allows.{cheaper if is_dear else ''}"
+        "max_slowdown allows."
     )
+
+
+def _lacks_whole_pages(report: RunReport) -> str | None:
+    if not report.lacks_whole_pages or (report.policy or {}).get("activations") not in ("auto", "offload"):
+        return None
+    return "Start Python with THP_MEM_ALLOC_ENABLE=1: moving tensors is cheaper then (fewer page faults)."
 
 
 def _wears(report: RunReport) -> str | None:
@@ -216,6 +219,7 @@ _RULES: tuple[Callable[[RunReport], str | None], ...] = (
     _update_waits,
     _slower_than_told,
     _costs_more,
+    _lacks_whole_pages,
     _wears,
     _too_small,
     _stays,

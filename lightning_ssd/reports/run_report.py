@@ -84,6 +84,12 @@ class RunReport:
         saved = self.held("saved")
         return round(100 * (1 - self.settled_bytes / saved)) if saved else None
 
+    @property
+    def lacks_whole_pages(self) -> bool:
+        """Whether tensors were on a CPU, in glibc's memory, without the switch that makes moving them cheap."""
+        malloc = str(self.machine.get("malloc", ""))
+        return self.machine.get("device") == "cpu" and malloc.startswith("glibc") and "whole pages" not in malloc
+
     def stat(self, name: str) -> float:
         """A counter; 0 where nothing offloads."""
         return float(self.stats.get(name, 0))

@@ -77,6 +77,8 @@ def _why_nothing_is_saved(report: RunReport) -> str:
         return "writes had not ended by then"
     if policy["activation_budget"] or policy["memory_budget"]:
         return "the budget was never needed"
+    if report.lacks_whole_pages:
+        return "without THP_MEM_ALLOC_ENABLE=1 moving costs more (page faults) than it gains"
     return f"moving costs more than max_slowdown={policy['max_slowdown']} allows, or gains too little"
 
 

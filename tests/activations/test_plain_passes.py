@@ -1,11 +1,13 @@
 """A pass that keeps everything, and of which nothing could be learnt, runs without hooks: as plain PyTorch does."""
 
+import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, _assembly
 from lightning_ssd.activations import live_passes, tensor_cache
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.planning.plan import Machine, TierRates
@@ -39,19 +41,20 @@ def leaf():
     return torch.rand(64, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-def program(x, length):
+def program(x, length, between=lambda: None):
     y = x * 1
     for _ in range(length):
         y = y.sin()
+        between()
     return y.sum()
 
 
-def step(opened, signature="kind", *, length=4):
+def step(opened, signature="kind", *, length=4, between=lambda: None):
     """Returns whether it had hooks; its gradient is that of plain PyTorch."""
     x, plain = leaf(), leaf()
     with opened.saved_tensors(signature=signature):
         hooked = has_hooks()
-        loss = program(x, length)
+        loss = program(x, length, between)
     loss.backward()
     opened.end_backward()
     opened.wait_for_plan()
@@ -120,6 +123,29 @@ def test_planned_passes_that_keep_everything_pay_nothing(tmp_path, monkeypatch):
         assert [step(opened) for _ in range(4)] == [True, False, False, False]
         assert opened.stats.resident_peak_bytes == 4 * NBYTES
         assert opened.stats.num_plain_passes == 3
+
+
+@pytest.mark.parametrize(
+    ("has_pages", "policy", "moves"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (False, {"max_slowdown": 1.06}, True),
+        (False, {"activation_budget": 6 * NBYTES}, True),
+    ],
+)
+def test_without_whole_pages_the_default_moves_only_what_memory_asks_for(
+    has_pages, policy, moves, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_assembly, "has_whole_pages", lambda: has_pages)
+    monkeypatch.setattr(tensor_cache, "available_bytes", lambda device: 1 << 30)
+    with offloader(tmp_path, "auto", **policy) as opened:
+        # Moving costs a thousandth of a step here, however busy the machine.
+        cheap = replace(FAST, cost_s_per_byte=1e-9)
+        monkeypatch.setattr(opened._parts.scheduler, "_own_machine", lambda kind: cheap)
+        for _ in range(3):
+            step(opened, length=8, between=lambda: time.sleep(0.02))  # writes end before backward
+        assert (opened.plan_report.moved_bytes > 0) is moves
 
 
 def test_after_a_rest_a_plan_is_made_anew(tmp_path, monkeypatch):

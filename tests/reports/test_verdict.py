@@ -113,6 +113,14 @@ def test_before_a_pass_has_ended_the_peak_is_all_there_is() -> None:
             'activations="offload".',
         ),
         (
+            {
+                "stats": {**STATS, "settled_peak_bytes": 3000 * MIB},
+                "machine": {"malloc": "glibc 2.36", "device": "cpu"},
+            },
+            "because without THP_MEM_ALLOC_ENABLE=1 moving costs more (page faults) than it gains",
+            "Start Python with THP_MEM_ALLOC_ENABLE=1",
+        ),
+        (
             {"stats": {**STATS, "settled_peak_bytes": 3000 * MIB}, "policy": {**POLICY, "activation_budget": "4GiB"}},
             "saved activations are in memory, because the budget was never needed",
             'activations="offload".',
