@@ -181,8 +181,6 @@ def _with_parameters(
     residents = None
     if policy.parameters == "auto":
         residents = Residents(_needs(policy, environment), _gauge(environment))
-        if parts.scheduler is not None:
-            parts.scheduler.make_room = residents.ask_for
     open_them = _open_on_device if _is_device(environment) else _open_in_files
     parameters, written = open_them(stack, policy, environment, residents)
     wear = parts.wear or open_wear_meter(policy, environment)
@@ -376,6 +374,7 @@ def _constraints(policy: OffloadPolicy, wear_bytes_per_day: int | None) -> Memor
         wear_bytes_per_day=wear_bytes_per_day,
         recompute=policy.recomputable_classes is not None,
         have_states_stay=policy.optimizer_states == "keep",
+        make_weights_room=policy.parameters == "auto",
     )
 
 

@@ -11,13 +11,12 @@ from typing import Protocol
 import torch
 
 from lightning_ssd.common.accelerators import accelerator_of
-from lightning_ssd.memory.malloc import free_heap_bytes, trim
+from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import (
     anonymous_bytes,
     available_bytes,
     host_available_bytes,
     level_bytes,
-    peak_bytes,
 )
 
 __all__ = ["DeviceGauge", "Gauge", "HostGauge", "PresentWeights"]
@@ -52,9 +51,6 @@ class Gauge(Protocol):
     def held_bytes(self) -> int:
         """Taken by the process: without weights that wait, and without memory that shows a file."""
 
-    def needed_bytes(self) -> int:
-        """Bytes of these that are not free for the tensors to come."""
-
     def fixed_bytes(self, shown_bytes: int) -> int:
         """Resident besides, such as code.
 
@@ -68,12 +64,6 @@ class Gauge(Protocol):
         Args:
             cached_bytes: of weights that wait in files, whose room in the page cache is there to be taken.
         """
-
-    def peak_bytes(self) -> int:
-        """Return the most that was taken since the peak began anew, weights that wait included; 0: it is not kept."""
-
-    def window_bytes(self) -> int:
-        """Bytes of such a peak that weights that wait may have been."""
 
 
 class HostGauge:
@@ -97,21 +87,12 @@ class HostGauge:
     def held_bytes(self) -> int:
         return anonymous_bytes()
 
-    def needed_bytes(self) -> int:
-        return anonymous_bytes() - free_heap_bytes()
-
     def fixed_bytes(self, shown_bytes: int) -> int:
         return level_bytes(_CPU) - shown_bytes - anonymous_bytes()
 
     def available_bytes(self, cached_bytes: int) -> int | None:
         available = host_available_bytes(cached_bytes)
         return None if available is None else available // self._num_sharing
-
-    def peak_bytes(self) -> int:
-        return 0  # the system's has the building of the model in it
-
-    def window_bytes(self) -> int:
-        return 0
 
 
 class DeviceGauge:
@@ -135,9 +116,6 @@ class DeviceGauge:
     def held_bytes(self) -> int:
         return max(level_bytes(self._device) - self._present_bytes(), 0)
 
-    def needed_bytes(self) -> int:
-        return self.held_bytes()
-
     def fixed_bytes(self, shown_bytes: int) -> int:
         return 0
 
@@ -148,12 +126,6 @@ class DeviceGauge:
             return None
         available = available_bytes(self._device)
         return None if available is None else available + self._present_bytes()
-
-    def peak_bytes(self) -> int:
-        return peak_bytes(self._device)
-
-    def window_bytes(self) -> int:
-        return 0 if self._weights is None else self._weights.window_bytes
 
     def _present_bytes(self) -> int:
         """Without what stays beyond its use, such as what the program holds: that is not given back."""
