@@ -215,7 +215,6 @@ def _open_in_files(
             is_replicated=environment.is_replicated,
             residents=residents,
             room=HostRoom(environment.num_local_processes) if may_map_ahead else None,
-            verify=policy.verify == "full",
         )
         stack.callback(weights.close)
     if policy.gradients != "keep":

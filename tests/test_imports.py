@@ -28,7 +28,7 @@ IMPORTS: dict[str, set[str]] = {
     "wear": {"errors", "common", "storage"},
     "tiers": {"errors", "common", "planning", "memory", "telemetry", "storage"},
     "scheduling": {"errors", "common", "planning", "telemetry"},
-    "parameters.files": {"errors", "common", "memory", "storage", "tiers"},
+    "parameters.files": {"errors", "common", "memory", "storage"},
     "parameters.guard": {"common"},
     "parameters": {
         *("errors", "common", "planning", "memory", "telemetry", "tiers", "recompute"),

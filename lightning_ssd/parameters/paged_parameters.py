@@ -96,14 +96,11 @@ class PagedParameters:
         """A backward is over.
 
         Raises:
-            StorageError: a drive has refused changed weights or gradients, which may be lost; or another program has
-                changed a file that frozen weights wait in.
+            StorageError: a drive has refused changed weights or gradients, which may be lost.
         """
         self.send_out()
         if self.freed is not None:
             self.freed.look()
-        if self.weights is not None:
-            self.weights.check()
         if self.files is not None and self.files.used_bytes:
             self.files.look_for_losses()
 

@@ -143,9 +143,6 @@ class PagedWeights(ABC, Generic[Memory]):
         """Whether what was taken over has to be taken over again, elsewhere, since it is trained."""
         return False
 
-    def check(self) -> None:
-        """A backward is over."""
-
     def _must_return(self, place: Place) -> bool:
         """Whether what was taken over while the model was built cannot wait in this place."""
         return False

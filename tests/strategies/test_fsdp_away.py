@@ -21,7 +21,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadF
 from lightning_ssd.common.dtensor import local_of, sharded_of
 from lightning_ssd.errors import ConfigError, OutOfSpaceError
 from lightning_ssd.memory import gauge
-from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
+from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
@@ -286,7 +286,7 @@ def test_a_full_drive_keeps_gradients_in_memory(
     offloader = opened()
     place, num = WeightFiles.map_new, [0]
 
-    def full(self: WeightFiles, nbytes: int, start: int = 0) -> MappedStorage:
+    def full(self: WeightFiles, nbytes: int, start: int = 0) -> FiledStorage:
         num[0] += 1
         if num[0] > 3:
             raise OutOfSpaceError(28, "no room")
