@@ -12,6 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing import reductions
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.sent_storages import is_in_other_processes
@@ -210,6 +211,7 @@ def test_what_was_sent_to_another_process_stays():
     ForkingPickler.dumps(sent)
     assert is_in_other_processes(sent.untyped_storage())
     assert not is_in_other_processes(own.untyped_storage())
+    reductions.shared_cache.clear()  # else all weights of later tests stay
 
 
 def leaves(offloader, has_left):
