@@ -40,7 +40,7 @@ IMPORTS: dict[str, set[str]] = {
     },
     "optimizer.store": {"errors", "common", "memory", "tiers"},
     "optimizer.step": {"errors", "common", "memory", "tiers"},
-    "optimizer.checkpoint": {"errors", "common", "memory", "tiers", "optimizer.store", "optimizer.step"},
+    "optimizer.checkpoint": {"errors", "common", "memory", "optimizer.store", "optimizer.step"},
     "optimizer": {
         *("errors", "common", "planning", "telemetry", "optimizer.store", "optimizer.step", "optimizer.checkpoint"),
     },

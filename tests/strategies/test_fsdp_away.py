@@ -438,6 +438,16 @@ def test_a_gpu_is_refused_before_processes_start(parameters: Any) -> None:
         strategy._configure_launcher()
 
 
+def test_a_full_checkpoint_of_offloaded_states_is_refused_on_a_gpu() -> None:
+    policy = OffloadPolicy(optimizer_states="offload")
+    strategy = SSDOffloadFSDPStrategy(policy=policy, save_distributed_checkpoint=False)
+    strategy.parallel_devices = [torch.device("cuda", number) for number in range(2)]
+    strategy.cluster_environment = LightningEnvironment()
+    message = "got save_distributed_checkpoint=False .* on 'cuda:0': .*consolidate_checkpoint DIRECTORY makes one file"
+    with pytest.raises(ConfigError, match=message):
+        strategy._configure_launcher()
+
+
 @pytest.mark.parametrize("gradients", ["offload", "auto"])
 def test_gradients_under_ddp_are_refused_when_the_trainer_is_made(gradients: Any, tmp_path: Path) -> None:
     policy = OffloadPolicy(**EVERYTHING | {"gradients": gradients})
