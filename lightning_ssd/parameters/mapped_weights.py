@@ -6,6 +6,8 @@ touches a weight in between, by whatever way, finds its bytes: that costs page f
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -22,8 +24,7 @@ from lightning_ssd.errors import forget_frames
 from lightning_ssd.memory.file_mapping import FileView, drop_pages
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import trim
-from lightning_ssd.memory.mmap import VECTOR_BYTES
-from lightning_ssd.memory.page_table import file_page_bytes
+from lightning_ssd.memory.mmap import PAGE_BYTES, VECTOR_BYTES
 from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager, bring_in
@@ -166,10 +167,15 @@ class MappedWeights(PagedWeights[FiledStorage]):
 
 def _shown_bytes(storage: torch.UntypedStorage) -> int:
     """Return the bytes of pages of a file that are in memory; 0 where the system does not tell."""
+    first = storage.data_ptr() // PAGE_BYTES
+    count = -(-(storage.data_ptr() + storage.nbytes()) // PAGE_BYTES) - first
     try:
-        return file_page_bytes(storage.data_ptr(), storage.nbytes())
+        with io.FileIO("/proc/self/pagemap") as table:
+            entries = os.pread(table.fileno(), 8 * count, 8 * first)
     except OSError:
         return 0
+    flags = entries[7::8]  # the highest byte of each: in memory, and a page of a file or of memory that is shared
+    return PAGE_BYTES * sum(flags.count(one) for one in set(flags) if one & 0b1010_0000 == 0b1010_0000)
 
 
 def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
