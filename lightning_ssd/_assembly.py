@@ -20,7 +20,7 @@ from lightning_ssd.common.formatting import escape_control
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory.freed_memory import FreedMemory
-from lightning_ssd.memory.gauge import DeviceGauge, Gauge, HostGauge
+from lightning_ssd.memory.gauge import DeviceGauge, Gauge
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import PAGES_VARIABLE, foreign_malloc, has_whole_pages, is_glibc
@@ -193,7 +193,7 @@ def _is_device(environment: Environment) -> bool:
 
 
 def _gauge(environment: Environment) -> Gauge:
-    return DeviceGauge(environment.device) if _is_device(environment) else HostGauge(environment.num_local_processes)
+    return DeviceGauge(environment.device) if _is_device(environment) else Gauge(environment.num_local_processes)
 
 
 def _open_in_files(
