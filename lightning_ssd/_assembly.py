@@ -20,7 +20,7 @@ from lightning_ssd.common.formatting import escape_control
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory.freed_memory import FreedMemory
-from lightning_ssd.memory.gauge import DeviceGauge, Gauge, HostGauge
+from lightning_ssd.memory.gauge import DeviceGauge, Gauge
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import PAGES_VARIABLE, foreign_malloc, has_whole_pages, is_glibc
@@ -186,8 +186,6 @@ def _with_parameters(
     residents = None
     if policy.parameters == "auto":
         residents = Residents(_needs(policy, environment), _gauge(environment))
-        if parts.scheduler is not None:
-            parts.scheduler.make_room = residents.ask_for
     open_them = _open_on_device if _is_device(environment) else _open_in_files
     parameters, written = open_them(stack, policy, environment, residents)
     wear = parts.wear or open_wear_meter(policy, environment)
@@ -200,7 +198,7 @@ def _is_device(environment: Environment) -> bool:
 
 
 def _gauge(environment: Environment) -> Gauge:
-    return DeviceGauge(environment.device) if _is_device(environment) else HostGauge(environment.num_local_processes)
+    return DeviceGauge(environment.device) if _is_device(environment) else Gauge(environment.num_local_processes)
 
 
 def _open_in_files(
@@ -222,7 +220,6 @@ def _open_in_files(
             is_replicated=environment.is_replicated,
             residents=residents,
             room=HostRoom(environment.num_local_processes) if may_map_ahead else None,
-            verify=policy.verify == "full",
         )
         stack.callback(weights.close)
     if policy.gradients != "keep":
@@ -382,6 +379,7 @@ def _constraints(policy: OffloadPolicy, wear_bytes_per_day: int | None) -> Memor
         wear_bytes_per_day=wear_bytes_per_day,
         recompute=policy.recomputable_classes is not None,
         have_states_stay=policy.optimizer_states == "keep",
+        make_weights_room=policy.parameters == "auto",
     )
 
 

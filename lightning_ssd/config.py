@@ -101,8 +101,8 @@ class OffloadPolicy:
     parameters: Literal["keep", "offload", "auto"] = "keep"
     """Weights. "keep" leaves them in memory. "offload" stores every weight of at least ``min_tensor_bytes`` on SSD
     between its uses: frozen ones (``requires_grad=False``), and with ``optimizer_states="offload"`` also trained ones.
-    "auto" offloads only as many of these as do not fit into memory or ``memory_budget``: it decides when the model is
-    registered, and again after measured steps. On GPUs with one process only."""
+    "auto" offloads only as many of these as do not fit into memory or ``memory_budget``: it decides once, when
+    the model is registered. On GPUs with one process only."""
 
     gradients: Literal["keep", "offload", "auto"] = "keep"
     """Gradients. "keep" leaves them in memory. "offload" stores every gradient of at least ``min_tensor_bytes`` on SSD

@@ -181,7 +181,6 @@ class Offloader:
             recompute=self.policy.activations in ("recompute", "recompute_offload"),
             heap_policy=parts.heap_policy,
             weights=parts.parameters.pager,
-            steps=parts.parameters.steps,
             cpu=parts.cpu,
             meter=None if ssd is None else BandwidthMeter(ssd, expected=environment.expected_rates),
         )
@@ -292,7 +291,7 @@ class Offloader:
         """Register the parameters and buffers of ``module``, which are not offloaded as saved activations.
 
         If the policy offloads parameters, frozen ones are written to the drive now, and stay there between their uses.
-        With ``parameters="auto"`` it is decided now how many of them, and again between later steps.
+        With ``parameters="auto"`` it is decided now how many of them.
 
         The module's repeated blocks, or those that ``policy.recompute_modules`` names, get another ``forward`` until
         :meth:`close`. With plans it measures the blocks; if the policy allows, it recomputes them.
@@ -434,7 +433,7 @@ class Offloader:
         """
         cache = self._opened()
         current = cache.new_pass(signature)
-        self._parts.parameters.begin_pass(lambda: cache.is_alone)
+        self._parts.parameters.begin_pass()
         current.keep_until_over(self)  # or the offloader might be dropped, and closed, meanwhile
         return current
 

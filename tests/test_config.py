@@ -92,10 +92,7 @@ def test_defaults_are_valid_and_print_as_written() -> None:
         ),
         ({"memory_budget": (1 << 20) - 1}, r"memory_budget=1048575 is less than any process takes"),
         ({"activation_budget": "0GiB"}, r"OffloadPolicy.activation_budget='0GiB' leaves no memory"),
-        (
-            {"activation_budget": "50%"},
-            r"'50%' is not a size\. A percentage does not say of how many bytes\. Write bytes",
-        ),
+        ({"activation_budget": "50%"}, r"'50%' is not a size\. Write bytes"),
         ({"activation_budget": "much"}, r"OffloadPolicy.activation_budget='much' is not a size"),
         ({"wear_budget": "often"}, r"wear_budget='often' is not a size\. Write .*, or .* such as \"1.0DWPD\"$"),
         ({"wear_budget": "1 DWP"}, r"wear_budget='1 DWP' is not a size\. Write .*, or .* such as \"1.0DWPD\"$"),
@@ -221,31 +218,10 @@ def test_directories_that_only_look_odd_are_taken() -> None:
     assert HardwareProfile(paths=names).paths == names
 
 
-@pytest.mark.parametrize(("text", "meant"), [("600TBW", "600TB"), ("1.2 pbw", "1.2PB")])
-def test_an_endurance_as_data_sheets_write_it_is_named(text: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=rf'is not a size\. Did you mean "{meant}"\? Write bytes'):
-        HardwareProfile(drive_endurance=text)
-
-
-@pytest.mark.parametrize("text", ["4G", "4 g", "4Gi"])
-def test_a_unit_without_its_b_is_named(text: str) -> None:
-    message = r'is not a size\. Did you mean "4GB" \(powers of 1,000\) or "4GiB" \(of 1,024\)\? Write bytes'
+@pytest.mark.parametrize("text", ["50%", "4G", "4Gi", "3.5GB/s", "500MBps", "10Gbps", "600TBW"])
+def test_what_is_no_number_of_bytes_is_refused_with_what_is(text: str) -> None:
+    message = r'write_rate=.* is not a size\. Write bytes as an integer, or text such as "512KiB", "1.5GiB", "20GB"'
     with pytest.raises(ConfigError, match=message):
-        parse_size(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "meant"), [("3.5GB/s", "3.5GB"), ("3.5 GiB/s ", "3.5 GiB"), ("500MBps", "500MB"), ("2 GB / sec", "2 GB")]
-)
-def test_a_rate_per_second_is_named_without_it(text: str, meant: str) -> None:
-    message = rf'write_rate=.* is not a size\. Did you mean "{meant}"\? A rate is in bytes'
-    with pytest.raises(ConfigError, match=message):
-        HardwareProfile(write_rate=text, read_rate=1)
-
-
-@pytest.mark.parametrize("text", ["10Gbps", "500Mb/s", "500mbps", "3.5 Gbit/s", "25GBits/sec"])
-def test_bits_per_second_are_not_taken_for_bytes(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"is not a size\. A rate is in bytes per second.*divide (bits )?by 8"):
         HardwareProfile(write_rate=text, read_rate=1)
 
 

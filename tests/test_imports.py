@@ -28,7 +28,7 @@ IMPORTS: dict[str, set[str]] = {
     "wear": {"errors", "common", "storage"},
     "tiers": {"errors", "common", "planning", "memory", "telemetry", "storage"},
     "scheduling": {"errors", "common", "planning", "telemetry"},
-    "parameters.files": {"errors", "common", "memory", "storage", "tiers"},
+    "parameters.files": {"errors", "common", "memory", "storage"},
     "parameters.guard": {"common"},
     "parameters": {
         *("errors", "common", "planning", "memory", "telemetry", "tiers", "recompute"),
@@ -40,7 +40,7 @@ IMPORTS: dict[str, set[str]] = {
     },
     "optimizer.store": {"errors", "common", "memory", "tiers"},
     "optimizer.step": {"errors", "common", "memory", "tiers"},
-    "optimizer.checkpoint": {"errors", "common", "memory", "tiers", "optimizer.store", "optimizer.step"},
+    "optimizer.checkpoint": {"errors", "common", "memory", "optimizer.store", "optimizer.step"},
     "optimizer": {
         *("errors", "common", "planning", "telemetry", "optimizer.store", "optimizer.step", "optimizer.checkpoint"),
     },

@@ -33,15 +33,11 @@ class MemoryAccounting:
     """Holds what all saved storages of one cache share: the lock, the counters, and the sums of bytes in memory.
 
     Args:
-        look: called often, wherever saved storages come or go.
         returned: called by workers when a transfer has ended, and memory that it gives back has gone; with the bytes
             that were saved and brought back in the whole run.
     """
 
-    def __init__(
-        self, look: Callable[[], None] = lambda: None, returned: Callable[[int], None] = lambda saved_bytes: None
-    ) -> None:
-        self._look = look
+    def __init__(self, returned: Callable[[int], None] = lambda saved_bytes: None) -> None:
         self.returned = returned
         self.counters = Counters()
         # Guards every SavedStorage and the sums below. Order: this lock may be held while taking the locks of
@@ -193,7 +189,6 @@ class MemoryAccounting:
                 self.watched[id(note.lease)] = note.lease
             self.notes.popleft()  # last: an interrupted call is made good by the next one
         self.sweep()
-        self._look()
 
     def _settle_death(self, death: Death) -> None:
         record = death.record

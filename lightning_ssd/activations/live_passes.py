@@ -313,16 +313,6 @@ class LivePasses:
         return sum(not current.is_finished for current in self._passes)
 
     @property
-    def are_alive(self) -> bool:
-        """Whether any of them is in forward, or may have a backward to come."""
-        return any(
-            not current.is_over
-            or (current.is_plain and not current.is_finished)
-            or any(record.state is not State.FREED for record in current.records)
-            for current in self._passes
-        )
-
-    @property
     def are_plain(self) -> bool:
         """Whether all of them run without hooks."""
         return all(current.is_plain for current in self._passes)

@@ -51,7 +51,6 @@ from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.memory.readings import available_bytes, level_bytes, peak_bytes
 from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.pager import Pager, SavedElsewhere, Unit
-from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import TierRates
 from lightning_ssd.recompute.blocks import Blocks
@@ -109,7 +108,6 @@ class TensorCache:
         heap_policy: told what becomes of freed memory: before each pass, and when one finds too little room.
         weights: told when backward asks for one that waits on a drive between its uses.
         meter: of the rates of the drives; default: one that knows nothing before the run has told.
-        steps: told when saved tensors have come or gone, and when a backward is over; ``None``: nothing is.
         cpu: what workers and page faults take from the computation; ``None``: nothing.
     """
 
@@ -126,12 +124,10 @@ class TensorCache:
         heap_policy: HeapPolicy | None = None,
         weights: Pager[Any] | None = None,
         meter: BandwidthMeter | None = None,
-        steps: StepMemory | None = None,
         cpu: CpuCosts | None = None,
     ) -> None:
         self._heap_policy = heap_policy or HeapPolicy()
-        self._steps = steps
-        self.accounting = MemoryAccounting((lambda: None) if steps is None else steps.look, self._heap_policy.look)
+        self.accounting = MemoryAccounting(self._heap_policy.look)
         self._counters = self.accounting.counters
         self._tiers = tiers
         # Without a probe: before the drive has told its rate, or the user, nothing is kept for it.
@@ -221,13 +217,6 @@ class TensorCache:
     def new_pass(self, signature: Hashable = None) -> SavedPass:
         """One forward and the backward that follows; used as a context manager around the forward."""
         return SavedPass(self, blocks=self.blocks, signature=signature, recompute_all=self._recompute)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no pass is under way: a forward, or a graph whose backward has not ended."""
-        with self.accounting.lock:
-            self.accounting.settle()
-            return not self._passes.are_alive
 
     def enter(self, current: SavedPass) -> None:
         self.check_process()
@@ -319,8 +308,6 @@ class TensorCache:
         self.check_process()
         with self.accounting.lock:
             are_plain = self._passes.are_plain
-            if self._steps is not None:
-                self._steps.end(is_seen=not are_plain)
             if not are_plain:
                 self.accounting.settle()
                 self.fetcher.note_given()

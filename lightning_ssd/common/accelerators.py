@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
 __all__ = [
     "Accelerator",
     "CudaAccelerator",
-    "GenericAccelerator",
     "accelerator_of",
     "current_device",
     "device_types",
@@ -35,75 +34,129 @@ _NO_POOL = (0, 0)
 _proved: set[torch.device] = set()
 
 
-class Accelerator(Protocol):
-    """Calls that the package makes to one device. Streams and events are PyTorch's own objects."""
+class Accelerator:
+    """Calls that the package makes to one device of any kind that ``torch.accelerator`` knows.
 
-    locks_host_memory: bool
+    Streams and events are PyTorch's own objects. It has not run on any such device but CUDA's.
+    """
+
+    __slots__ = ("_device",)
+    locks_host_memory = False
     """Whether host memory that this package has mapped can be page-locked for copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def as_current(self) -> AbstractContextManager[Any]:
         """Make it the calling thread's current device within a context."""
+        return cast(AbstractContextManager[Any], _GENERIC.device_index(self._device.index))
 
-    def using(self, stream: Any) -> AbstractContextManager[Any]:
+    @contextmanager
+    def using(self, stream: Any) -> Iterator[None]:
         """Make ``stream`` the calling thread's current stream within a context; only within :meth:`as_current`."""
+        before = self.current_stream()
+        _GENERIC.set_stream(stream)
+        try:
+            yield
+        finally:
+            _GENERIC.set_stream(before)
 
     def new_stream(self) -> Any:
         """Return a new stream."""
+        return torch.Stream(self._device)
 
     def current_stream(self) -> Any:
         """Return the calling thread's current stream."""
+        return _GENERIC.current_stream(self._device)
 
     def event(self) -> Any:
         """Return an event to wait for."""
+        return torch.Event(self._device)  # PyTorch ignores blocking=True here: a thread that waits may spin
 
     def timing_event(self) -> Any:
         """Return an event that records the time at which the device passes it."""
+        return torch.Event(self._device, enable_timing=True)
 
     def is_capturing(self) -> bool:
         """Return whether the current stream captures a graph instead of running its work."""
+        stream = self.current_stream()
+        if hasattr(stream, "is_capturing"):
+            return bool(stream.is_capturing())
+        # Of an older PyTorch: a device has graphs only if its module can say so.
+        ask = getattr(torch.get_device_module(self._device), "is_current_stream_capturing", None)
+        if ask is None:
+            return False
+        with self.as_current():
+            return bool(ask())
 
     def may_have_graphs(self) -> bool:
         """Return whether captured graphs own memory; ``True`` if unknown. May take milliseconds."""
+        return hasattr(torch.get_device_module(self._device), "graph")
 
     def synchronize(self) -> None:
         """Wait for the work that is queued on the current stream."""
+        event = self.event()  # not every device can wait for all of its streams
+        event.record(self.current_stream())
+        event.synchronize()
 
     def empty_cache(self) -> None:
         """Return the unused memory of PyTorch's allocator to the device."""
+        self._ask("empty_cache", None, of_device=False)
 
     def memory_stats(self) -> Mapping[str, int]:
         """Return the statistics of PyTorch's allocator, by CUDA's names; empty if there are none yet."""
+        return cast(Mapping[str, int], self._ask("memory_stats", {}))
 
     def reset_peak(self) -> None:
         """Reset the allocator's peaks to the present values."""
+        self._ask("reset_peak_memory_stats", None)
 
     def allocated_bytes(self) -> int:
         """Return the bytes that tensors have from the allocator; 0 if unknown."""
+        return int(self._ask("memory_allocated", 0))
 
     def free_bytes(self) -> int | None:
         """Return the bytes of the device that no process has allocated; ``None`` if unknown."""
+        info = self._ask("get_memory_info", None)
+        if info is None:  # asked in the way of before
+            ask = getattr(torch.get_device_module(self._device), "mem_get_info", None)
+            info = None if ask is None else ask(self._device)
+        return None if info is None else int(info[0])
 
     def allowed_bytes(self) -> int | None:
         """Return the limit of PyTorch's allocator in this process; ``None``: the whole device."""
+        return None  # it has no word for that
+
+    def _ask(self, name: str, unknown: object, *, of_device: bool = True) -> Any:
+        """Call a function of ``torch.accelerator``; return ``unknown`` if PyTorch or the device does not support it."""
+        question: Callable[..., Any] | None = getattr(_GENERIC, name, None)
+        if question is None:
+            return unknown
+        try:
+            return question(self._device) if of_device else question()
+        except RuntimeError as error:  # PyTorch has no way to ask beforehand
+            if isinstance(error, NotImplementedError) or "is not a DeviceAllocator" in str(error):
+                return unknown
+            raise
 
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-class CudaAccelerator:
+class CudaAccelerator(Accelerator):
     """One CUDA device."""
 
-    __slots__ = ("_current", "_device")
+    __slots__ = ("_current",)
     locks_host_memory = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._current: tuple[int, Any] | None = None
 
     def as_current(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device)
 
-    def using(self, stream: Any) -> AbstractContextManager[Any]:
+    def using(self, stream: Any) -> AbstractContextManager[Any]:  # type: ignore[override]  # of a generator there
         return torch.cuda.stream(stream)
 
     def new_stream(self) -> Any:
@@ -163,98 +216,11 @@ class CudaAccelerator:
         return int(fraction * torch.cuda.get_device_properties(self._device).total_memory) if fraction < 1 else None
 
 
-class GenericAccelerator:
-    """One device of any kind that ``torch.accelerator`` knows. Not run on any of them yet."""
-
-    __slots__ = ("_device",)
-    locks_host_memory = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def as_current(self) -> AbstractContextManager[Any]:
-        return cast(AbstractContextManager[Any], _GENERIC.device_index(self._device.index))
-
-    @contextmanager
-    def using(self, stream: Any) -> Iterator[None]:
-        before = self.current_stream()
-        _GENERIC.set_stream(stream)
-        try:
-            yield
-        finally:
-            _GENERIC.set_stream(before)
-
-    def new_stream(self) -> Any:
-        return torch.Stream(self._device)
-
-    def current_stream(self) -> Any:
-        return _GENERIC.current_stream(self._device)
-
-    def event(self) -> Any:
-        return torch.Event(self._device)  # PyTorch ignores blocking=True here: a thread that waits may spin
-
-    def timing_event(self) -> Any:
-        return torch.Event(self._device, enable_timing=True)
-
-    def is_capturing(self) -> bool:
-        stream = self.current_stream()
-        if hasattr(stream, "is_capturing"):
-            return bool(stream.is_capturing())
-        # Of an older PyTorch: a device has graphs only if its module can say so.
-        ask = getattr(torch.get_device_module(self._device), "is_current_stream_capturing", None)
-        if ask is None:
-            return False
-        with self.as_current():
-            return bool(ask())
-
-    def may_have_graphs(self) -> bool:
-        return hasattr(torch.get_device_module(self._device), "graph")
-
-    def synchronize(self) -> None:
-        event = self.event()  # not every device can wait for all of its streams
-        event.record(self.current_stream())
-        event.synchronize()
-
-    def empty_cache(self) -> None:
-        self._ask("empty_cache", None, of_device=False)
-
-    def memory_stats(self) -> Mapping[str, int]:
-        return cast(Mapping[str, int], self._ask("memory_stats", {}))
-
-    def reset_peak(self) -> None:
-        self._ask("reset_peak_memory_stats", None)
-
-    def allocated_bytes(self) -> int:
-        return int(self._ask("memory_allocated", 0))
-
-    def free_bytes(self) -> int | None:
-        info = self._ask("get_memory_info", None)
-        if info is None:  # asked in the way of before
-            ask = getattr(torch.get_device_module(self._device), "mem_get_info", None)
-            info = None if ask is None else ask(self._device)
-        return None if info is None else int(info[0])
-
-    def allowed_bytes(self) -> int | None:
-        return None  # it has no word for that
-
-    def _ask(self, name: str, unknown: object, *, of_device: bool = True) -> Any:
-        """Call a function of ``torch.accelerator``; return ``unknown`` if PyTorch or the device does not support it."""
-        question: Callable[..., Any] | None = getattr(_GENERIC, name, None)
-        if question is None:
-            return unknown
-        try:
-            return question(self._device) if of_device else question()
-        except RuntimeError as error:  # PyTorch has no way to ask beforehand
-            if isinstance(error, NotImplementedError) or "is not a DeviceAllocator" in str(error):
-                return unknown
-            raise
-
-
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """Return the interface to ``device``; ``None``: ``torch.accelerator`` does not know it. Starts no device."""
     if device.type == "cuda":
         return CudaAccelerator(device)
-    return GenericAccelerator(device) if device.type == _generic_type() else None
+    return Accelerator(device) if device.type == _generic_type() else None
 
 
 def has_streams(device: torch.device) -> bool:

@@ -22,7 +22,6 @@ _UNITS = {"": 1, "b": 1} | {
     for suffix, base in (("ib", 1024), ("b", 1000))
 }
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
-_RATE = re.compile(r"\s*([0-9]*\.?[0-9]+\s*(?:[kKmMgGtTpP]i?)?)(B|b|[bB]its?)\s*(?:/\s*s(?:ec)?|ps)\s*")
 
 
 def parse_size(value: Size, *, name: str = "size") -> int:
@@ -45,32 +44,13 @@ def parse_size(value: Size, *, name: str = "size") -> int:
         return value
     match = _SIZE.fullmatch(value)
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"{name}={value!r} is not a size. {_size_hint(value)}Write {valid}")
+        raise ConfigError(f"{name}={value!r} is not a size. Write {valid}")
     number, unit = match.groups()
     exact = float(number) * _UNITS[unit.lower()]
     if exact == math.inf:
         raise ConfigError(f"{name}={value!r} is not finite. Write {valid}")
     nbytes: int = round(exact)
     return nbytes
-
-
-def _size_hint(text: str) -> str:
-    """Return sentences that say what the user may have meant by text that is no size."""
-    if text.strip().endswith("%"):
-        return "A percentage does not say of how many bytes. "
-    match = _SIZE.fullmatch(text)
-    if match is not None and re.fullmatch("[kmgtp]i?", match[2], re.IGNORECASE):
-        short = f"{match[1]}{match[2][0].upper()}"
-        return f'Did you mean "{short}B" (powers of 1,000) or "{short}iB" (of 1,024)? '
-    if match is not None and match[2].lower() in ("tbw", "pbw"):  # as data sheets write a drive's endurance
-        return f'Did you mean "{match[1]}{match[2][:2].upper()}"? '
-    rate = _RATE.fullmatch(text)
-    if rate is None:
-        return ""
-    if rate[2] != "B":
-        divide = ' (if "b" stands for bits, divide by 8)' if rate[2] == "b" else "; divide bits by 8"
-        return f'A rate is in bytes per second, such as "500MB"{divide}. '
-    return f'Did you mean "{rate[1]}B"? A rate is in bytes per second. '
 
 
 def typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:

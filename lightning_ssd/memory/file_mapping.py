@@ -23,7 +23,6 @@ from lightning_ssd.memory.mmap import (
     libc,
     map_anonymous,
 )
-from lightning_ssd.memory.page_table import has_copies
 
 __all__ = ["READ_BYTES", "FileView", "drop_pages"]
 
@@ -37,8 +36,6 @@ _DONTNEED = 4
 _COLD = 20
 _POPULATE_READ = 22
 _POPULATE_WRITE = 23
-_MAYMOVE = 1  # MREMAP_MAYMOVE and MREMAP_DONTUNMAP (Linux 5.7; of files 5.13)
-_DONTUNMAP = 4
 _POPULATE_BYTES = 16 << 20
 """Most bytes of one request: a thread that maps or unmaps memory meanwhile waits for one."""
 
@@ -149,7 +146,7 @@ class FileView:
         """Take a shared part out of this process; the next touch brings it back, with all that was written to it.
 
         The system keeps it in its page cache as long as nothing else needs the room. Of a private part, what was
-        written would be lost: see :meth:`send_out_unwritten`.
+        written would be lost.
 
         It counts as unused from then on. Else the system takes for used what was used often, and drives out first what
         was just read ahead.
@@ -167,23 +164,6 @@ class FileView:
         """
         libc.madvise(self.address + start, nbytes, _DONTNEED)
         self.bring_in(start, nbytes)
-
-    def send_out_unwritten(self, start: int, nbytes: int) -> bool:
-        """Take a private part out of this process, in which nothing was written; the next touch brings it back.
-
-        Returns:
-            ``False``: the program has written meanwhile. What was written before the pages left is lost. It is looked
-            for in what was taken out, so that no moment remains in which it could be missed. A system that cannot do
-            that (before Linux 5.13) keeps the part in memory.
-        """
-        libc.madvise(self.address + start, nbytes, _COLD)  # as in send_out
-        taken = libc.mremap(self.address + start, nbytes, nbytes, _MAYMOVE | _DONTUNMAP, None)
-        if taken is None or taken == MAP_FAILED:
-            return True
-        try:
-            return not has_copies(taken, nbytes)
-        finally:
-            libc.munmap(taken, nbytes)
 
     def tensor(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         """A dense tensor with a storage of its own over the bytes from ``start`` on. It keeps the view alive."""

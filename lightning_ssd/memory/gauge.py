@@ -11,16 +11,15 @@ from typing import Protocol
 import torch
 
 from lightning_ssd.common.accelerators import accelerator_of
-from lightning_ssd.memory.malloc import free_heap_bytes, trim
+from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import (
     anonymous_bytes,
     available_bytes,
     host_available_bytes,
     level_bytes,
-    peak_bytes,
 )
 
-__all__ = ["DeviceGauge", "Gauge", "HostGauge", "PresentWeights"]
+__all__ = ["DeviceGauge", "Gauge", "PresentWeights"]
 
 _CPU = torch.device("cpu")
 
@@ -37,30 +36,37 @@ class PresentWeights(Protocol):
         """Bytes that may be in memory at a time."""
 
 
-class Gauge(Protocol):
-    """Memory of one process, read at the moment of each call."""
+class Gauge:
+    """Memory of one process on the machine, or in the control group, read at the moment of each call.
 
-    device_type: str
+    Args:
+        num_sharing: processes of this run that share it.
+    """
+
+    device_type = "cpu"
     """Type of device of the tensors that lie in it."""
 
+    def __init__(self, num_sharing: int = 1) -> None:
+        self._num_sharing = num_sharing
+
     def count_out(self, weights: PresentWeights) -> None:
-        """Weights that wait, and are never held from now on."""
+        """Count weights that wait never as held. Here they show files, and so are not held anyway."""
 
     def settle(self) -> None:
         """Give back what an allocator keeps unused, and would be read as held."""
+        trim()
 
     def held_bytes(self) -> int:
-        """Taken by the process: without weights that wait, and without memory that shows a file."""
-
-    def needed_bytes(self) -> int:
-        """Bytes of these that are not free for the tensors to come."""
+        """Return what the process has taken: without weights that wait, and without memory that shows a file."""
+        return anonymous_bytes()
 
     def fixed_bytes(self, shown_bytes: int) -> int:
-        """Resident besides, such as code.
+        """Return what is resident besides, such as code.
 
         Args:
             shown_bytes: of weights that show a file, which are resident, too, and do not count.
         """
+        return level_bytes(_CPU) - shown_bytes - anonymous_bytes()
 
     def available_bytes(self, cached_bytes: int) -> int | None:
         """Return the bytes that the process could still get; ``None``: unknown.
@@ -68,53 +74,11 @@ class Gauge(Protocol):
         Args:
             cached_bytes: of weights that wait in files, whose room in the page cache is there to be taken.
         """
-
-    def peak_bytes(self) -> int:
-        """Return the most that was taken since the peak began anew, weights that wait included; 0: it is not kept."""
-
-    def window_bytes(self) -> int:
-        """Bytes of such a peak that weights that wait may have been."""
-
-
-class HostGauge:
-    """Memory of the machine, or of the control group.
-
-    Args:
-        num_sharing: processes of this run that share it.
-    """
-
-    device_type = "cpu"
-
-    def __init__(self, num_sharing: int = 1) -> None:
-        self._num_sharing = num_sharing
-
-    def count_out(self, weights: PresentWeights) -> None:
-        """They show files, and so are not held anyway."""
-
-    def settle(self) -> None:
-        trim()
-
-    def held_bytes(self) -> int:
-        return anonymous_bytes()
-
-    def needed_bytes(self) -> int:
-        return anonymous_bytes() - free_heap_bytes()
-
-    def fixed_bytes(self, shown_bytes: int) -> int:
-        return level_bytes(_CPU) - shown_bytes - anonymous_bytes()
-
-    def available_bytes(self, cached_bytes: int) -> int | None:
         available = host_available_bytes(cached_bytes)
         return None if available is None else available // self._num_sharing
 
-    def peak_bytes(self) -> int:
-        return 0  # the system's has the building of the model in it
 
-    def window_bytes(self) -> int:
-        return 0
-
-
-class DeviceGauge:
+class DeviceGauge(Gauge):
     """Memory of a device, as the driver and PyTorch's allocator tell. What the allocator keeps is available.
 
     Args:
@@ -122,6 +86,7 @@ class DeviceGauge:
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self.device_type = device.type
         self._weights: PresentWeights | None = None
@@ -130,13 +95,10 @@ class DeviceGauge:
         self._weights = weights
 
     def settle(self) -> None:
-        """An allocator that tells what it keeps unused."""
+        """Do nothing, because the allocator tells what it keeps unused."""
 
     def held_bytes(self) -> int:
         return max(level_bytes(self._device) - self._present_bytes(), 0)
-
-    def needed_bytes(self) -> int:
-        return self.held_bytes()
 
     def fixed_bytes(self, shown_bytes: int) -> int:
         return 0
@@ -148,12 +110,6 @@ class DeviceGauge:
             return None
         available = available_bytes(self._device)
         return None if available is None else available + self._present_bytes()
-
-    def peak_bytes(self) -> int:
-        return peak_bytes(self._device)
-
-    def window_bytes(self) -> int:
-        return 0 if self._weights is None else self._weights.window_bytes
 
     def _present_bytes(self) -> int:
         """Without what stays beyond its use, such as what the program holds: that is not given back."""

@@ -54,9 +54,6 @@ libc.mmap.argtypes = (
 )
 libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-libc.mremap.restype = ctypes.c_void_p
-libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _read_buffer = ctypes.pythonapi.PyObject_AsReadBuffer
 _read_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_ssize_t))
 

@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.common.compiler import compiler_is_at_work
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
-from lightning_ssd.optimizer.checkpoint.gather import TensorSpool, full_nbytes, full_states
 from lightning_ssd.optimizer.checkpoint.loading import load_states
 from lightning_ssd.optimizer.checkpoint.state_dict import saved_states
 from lightning_ssd.optimizer.live_states import LiveStates
@@ -332,25 +331,6 @@ class OffloadedOptimizer(Optimizer):
             key: copied(lent[key], memo) if key in lent else snapshot.state_of(key, lambda value: copied(value, memo))
             for key in self._live
         }
-
-    def full_state_dict(self, *, receive: bool) -> dict[str, Any]:
-        """Return :meth:`state_dict` with whole tensors in the place of shards. All processes call it together.
-
-        One tensor at a time is whole in memory. It is written to this process' drives, beside the states, and its pages
-        are read on access. If the drives have no room, it stays in memory, with a warning.
-
-        Args:
-            receive: whether this process gets the states. The other processes get an empty dictionary.
-        """
-        parts = self.state_dict()
-        if not receive:
-            full_states(parts["state"], None)
-            return {}
-        spool = TensorSpool(self._states.files, self._states.store, full_nbytes(parts["state"]))
-        states = full_states(parts["state"], spool.put)
-        if (warning := spool.take_warning()) is not None:
-            warnings.warn(warning, stacklevel=2)
-        return {**parts, "state": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dictionary of this class or of the inner optimizer's class, subgroup by subgroup."""

@@ -276,6 +276,8 @@ class DevicePager(DeviceMoves):
 
     def release(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
         """Bring a weight back for good."""
+        if (ended := weight.memory.writing) is not None:
+            ended.wait()  # its copy is waited for nowhere else, and the program may write to the weight at once
         self._hold(unit, weight)
         weight.memory.await_copy()
         with self._lock:

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +82,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         if residents is None or module not in residents.modules or self._may_leave():
             super().register_module(module)
         else:  # again, where no more may leave than have left already
-            self._register(module, partial(residents.reconsider, spare_bytes=0))
+            self._register(module, residents.as_before)
 
     def _register(self, module: nn.Module, choose: Choose | None) -> None:
         super()._register(module, choose)
@@ -164,7 +163,10 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         )
 
     def _may_leave(self) -> bool:
-        """A graph that was captured while they stayed reads them at their addresses, without a sign."""
+        """Return whether weights that have stayed may begin to wait.
+
+        A graph that was captured while they stayed reads them at their addresses, without a sign.
+        """
         device = self._accelerator
         return device is None or not (device.is_capturing() or device.may_have_graphs())
 

@@ -6,6 +6,8 @@ touches a weight in between, by whatever way, finds its bytes: that costs page f
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -22,10 +24,8 @@ from lightning_ssd.errors import forget_frames
 from lightning_ssd.memory.file_mapping import FileView, drop_pages
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import trim
-from lightning_ssd.memory.mmap import VECTOR_BYTES
-from lightning_ssd.memory.page_table import file_page_bytes
-from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
-from lightning_ssd.parameters.files.source_files import SourceFiles, SourceStorage
+from lightning_ssd.memory.mmap import PAGE_BYTES, VECTOR_BYTES
+from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager, bring_in
 from lightning_ssd.parameters.paged_weights import PagedWeights
@@ -39,7 +39,7 @@ _TRIM_BYTES = 64 << 20
 """After so many bytes malloc is told to give back what the weights had: it would keep it for tensors to come."""
 
 
-class MappedWeights(PagedWeights[MappedStorage]):
+class MappedWeights(PagedWeights[FiledStorage]):
     """On a CPU.
 
     Note [exactness]: a weight is taken over only if its parameters alone hold its memory; then the parameters are given
@@ -48,35 +48,24 @@ class MappedWeights(PagedWeights[MappedStorage]):
     would see what its parent writes later, and so sees nothing at all.
     """
 
-    def __init__(
-        self, files: WeightFiles, *, room: HostRoom | None = None, verify: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, files: WeightFiles, *, room: HostRoom | None = None, **options: Any) -> None:
         super().__init__(MappedPager(room), **options)
         self._files = files
-        self._sources = SourceFiles(verify=verify)
         self._taken_bytes = 0
 
-    def _must_move(self, weight: Weight[MappedStorage], weights: SharedWeights, *, beside_frozen: bool) -> bool:
-        """Whether it is trained, and so has no place among what is frozen, nor in a file of the user's."""
-        if weights.is_frozen:
-            return False
-        return isinstance(weight.memory, SourceStorage) or (beside_frozen and self._files.is_still(weight.memory))
-
-    def check(self) -> None:
-        self._sources.look()
+    def _must_move(self, weight: Weight[FiledStorage], weights: SharedWeights, *, beside_frozen: bool) -> bool:
+        """Whether it is trained, and so has no place among what is frozen."""
+        return not weights.is_frozen and beside_frozen and self._files.is_still(weight.memory)
 
     def _check_room(self, new: Sequence[SharedWeights]) -> None:
         for changes in (False, True):
-            written = [one for one in new if one.is_frozen is not changes and not self._is_in_place(one)]
+            written = [one for one in new if one.is_frozen is not changes]
             self._files.check_room([self._files.size_of(weights.storage) for weights in written], changes=changes)
-
-    def _is_in_place(self, weights: SharedWeights) -> bool:
-        return weights.is_frozen and self._sources.find(weights.storage, weights.slices) is not None
 
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         """Their old memory goes one by one, as each has its new one. An interrupt comes between two of them."""
-        sizes = [0 if self._is_in_place(weights) else weights.storage.nbytes() for weights in new]
-        done, doing = 0, f"Writing {format_sizes(sum(sizes))[0]} of weights" if any(sizes) else None
+        sizes = [weights.storage.nbytes() for weights in new]
+        done, doing = 0, f"Writing {format_sizes(sum(sizes))[0]} of weights" if sizes else None
         try:
             with StatusLine(doing) as line:
                 for place, nbytes in zip(places, sizes, strict=True):
@@ -102,7 +91,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
         if trained:
             self._take_over([], [], trained)
 
-    def _put_away(self, weight: Weight[MappedStorage]) -> None:
+    def _put_away(self, weight: Weight[FiledStorage]) -> None:
         weight.memory.send_out()
 
     def _movable(self, weights: SharedWeights, place: Place) -> MovableWeights:
@@ -125,7 +114,8 @@ class MappedWeights(PagedWeights[MappedStorage]):
     def _take(self, place: Place, weights: SharedWeights) -> None:
         """Write one storage to a file, and give its weights memory that shows it."""
         with deferring_interrupts():
-            mapped = self._mapped(weights)
+            # While a model is built it is unknown what of it will be trained.
+            mapped = self._files.write(weights.storage, changes=not self._builders and not weights.is_frozen)
         storage = mapped.show()
         with deferring_interrupts():  # of its own: it ends before a further Ctrl-C would be obeyed
             if why_it_stays(weights) is not None:  # another thread has taken hold of it meanwhile
@@ -140,15 +130,6 @@ class MappedWeights(PagedWeights[MappedStorage]):
         if self._taken_bytes >= _TRIM_BYTES:
             self._taken_bytes = 0
             trim()
-
-    def _mapped(self, weights: SharedWeights) -> MappedStorage:
-        """Memory with the same bytes, that shows a file."""
-        source = self._sources.show(weights.storage, weights.slices) if weights.is_frozen else None
-        if source is not None:
-            return source
-        # While a model is built it is unknown what of it will be trained.
-        changes = not self._builders and not weights.is_frozen
-        return self._files.write(weights.storage, changes=changes)
 
     def _release(self, weights: SharedWeights) -> None:
         """Give weights ordinary memory, such as those that are trained: each update would be written to the drive."""
@@ -166,16 +147,13 @@ class MappedWeights(PagedWeights[MappedStorage]):
         files when it is touched, and takes when it needs the room. The files go with the last weight. Idempotent.
 
         Raises:
-            StorageError: the drive has lost what was written to a weight in place, or another program has changed what
-                some wait in.
+            StorageError: the drive has lost what was written to a weight in place.
         """
         if self.pager.is_closed:
             return
         with ExitStack() as closing:  # each of these, whatever another one raises; the last one first
             closing.callback(self._let_go)
-            closing.callback(self._sources.close)
             closing.callback(self._files.sync)
-            closing.callback(self._sources.look)
             closing.callback(self.pager.close)
             closing.callback(self._remove_windows)
 
@@ -189,10 +167,15 @@ class MappedWeights(PagedWeights[MappedStorage]):
 
 def _shown_bytes(storage: torch.UntypedStorage) -> int:
     """Return the bytes of pages of a file that are in memory; 0 where the system does not tell."""
+    first = storage.data_ptr() // PAGE_BYTES
+    count = -(-(storage.data_ptr() + storage.nbytes()) // PAGE_BYTES) - first
     try:
-        return file_page_bytes(storage.data_ptr(), storage.nbytes())
+        with io.FileIO("/proc/self/pagemap") as table:
+            entries = os.pread(table.fileno(), 8 * count, 8 * first)
     except OSError:
         return 0
+    flags = entries[7::8]  # the highest byte of each: in memory, and a page of a file or of memory that is shared
+    return PAGE_BYTES * sum(flags.count(one) for one in set(flags) if one & 0b1010_0000 == 0b1010_0000)
 
 
 def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:

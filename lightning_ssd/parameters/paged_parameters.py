@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd.common.tensors import Piece
-from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.parameters.device_gradients import DeviceGradients
 from lightning_ssd.parameters.files.update_pages import UpdatePages
@@ -21,7 +18,6 @@ from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.paged_gradients import PagedGradients
 from lightning_ssd.parameters.paged_weights import PagedWeights
 from lightning_ssd.parameters.pager import Pager
-from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = ["PagedParameters"]
@@ -91,49 +87,20 @@ class PagedParameters:
         if self.gradients is not None:
             self.gradients.send_out()
 
-    @property
-    def steps(self) -> StepMemory | None:
-        """The memory of steps, which is told what comes and goes in one; ``None``: nothing is decided by it."""
-        residents = None if self.weights is None else self.weights.residents
-        return None if residents is None else residents.steps
-
-    def begin_pass(self, is_alone: Callable[[], bool]) -> None:
-        """A forward begins: what ``zero_grad(set_to_none=False)`` has touched leaves.
-
-        Raises:
-            StorageError: a drive has refused changed weights or gradients, which may be lost.
-        """
+    def begin_pass(self) -> None:
+        """A forward begins: what ``zero_grad(set_to_none=False)`` has touched leaves."""
         if self.gradients is not None:
             self.gradients.send_out()
-        residents = None if self.weights is None else self.weights.residents
-        if self.weights is None or residents is None or not is_alone():
-            return
-        try:
-            for module in self.weights.reconsider():
-                if self.gradients is not None:
-                    self.gradients.register_module(module)
-        except (StorageError, MemoryError, torch.OutOfMemoryError) as error:
-            if self.files is not None and self.files.has_lost:
-                raise
-            residents.has_given_up = True
-            warnings.warn(
-                f"which weights wait on drives cannot be changed any more ({error}); the others stay in memory, and "
-                "results are not affected",
-                stacklevel=3,
-            )
 
     def border(self) -> None:
         """A backward is over.
 
         Raises:
-            StorageError: a drive has refused changed weights or gradients, which may be lost; or another program has
-                changed a file that frozen weights wait in.
+            StorageError: a drive has refused changed weights or gradients, which may be lost.
         """
         self.send_out()
         if self.freed is not None:
             self.freed.look()
-        if self.weights is not None:
-            self.weights.check()
         if self.files is not None and self.files.used_bytes:
             self.files.look_for_losses()
 

@@ -12,7 +12,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Generic
 
 from torch import nn
@@ -144,9 +143,6 @@ class PagedWeights(ABC, Generic[Memory]):
         """Whether what was taken over has to be taken over again, elsewhere, since it is trained."""
         return False
 
-    def check(self) -> None:
-        """A backward is over."""
-
     def _must_return(self, place: Place) -> bool:
         """Whether what was taken over while the model was built cannot wait in this place."""
         return False
@@ -160,45 +156,6 @@ class PagedWeights(ABC, Generic[Memory]):
     def host_copies(self) -> AbstractContextManager[None]:
         """While it is entered, ``weight.detach()`` may give a copy in memory of the host: for a checkpoint."""
         return nullcontext()
-
-    def reconsider(self) -> list[nn.Module]:
-        """A forward begins, and nothing else is under way: where steps have shown that more memory is lacking than was
-        thought, or that much is left, have more weights wait, or fewer.
-
-        Returns:
-            Modules of which other weights wait now.
-
-        Raises:
-            StorageError: a drive refuses, or has no room. What has not moved by then is as good as before.
-        """
-        if self.residents is None or self.pager.is_closed:
-            return []
-        spare = self.residents.spare_bytes(used_bytes=self.pager.window_bytes, shown_bytes=self.pager.resident_bytes)
-        if spare < 0 and not self._may_leave():
-            return []
-        changed: list[nn.Module] = []
-        for module in self.residents.modules if spare else ():
-            before = dict(self.residents.decisions)
-            try:
-                self._register(module, partial(self.residents.reconsider, spare_bytes=spare))
-            except BaseException:  # what is not done, or in part, was not decided
-                self.residents.decisions = before
-                raise
-            moved = self.residents.moved_bytes
-            if moved:
-                _log.info("%s", self.residents.text)
-                changed.append(module)
-            if moved >= abs(spare):
-                break
-            spare += moved if spare < 0 else -moved
-        if changed:
-            self.residents.steps.skip()
-            self.pager.border()  # what has come back is none of ours any more
-        return changed
-
-    def _may_leave(self) -> bool:
-        """Whether weights that steps have used where they are may begin to wait."""
-        return True
 
     @property
     def _leaves_at_once(self) -> bool:

@@ -18,24 +18,14 @@ from lightning_ssd.memory.gauge import Gauge
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.pager import Place
-from lightning_ssd.parameters.step_memory import StepMemory
 from lightning_ssd.parameters.units import SharedWeights, is_plain
-from lightning_ssd.planning.residency import (
-    MemoryOutlook,
-    ResidencyUnit,
-    SpareMemory,
-    choose_residents,
-    reconsider_residents,
-    window_bytes,
-)
+from lightning_ssd.planning.residency import MemoryOutlook, ResidencyUnit, choose_residents, window_bytes
 from lightning_ssd.planning.update_memory import update_bytes
 
 __all__ = ["MovableWeights", "Needs", "Residents"]
 
 _STATES_PER_WEIGHT = 2
 """AdamW's, in the precision of the weights."""
-_MAX_ASKED = 8
-"""So often room is asked for in vain: where forwards begin before the last backward has ended, nothing can move."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,10 +96,9 @@ class _Decision(NamedTuple):
 
 
 class Residents:
-    """Decides, for each module that is registered, which of the weights that could wait stay in memory; and again,
-    between steps, when these have shown what else takes memory.
+    """Decides, for each module that is registered, which of the weights that could wait stay in memory.
 
-    At first gradients and optimizer states are counted before there are any, as AdamW would have them.
+    Gradients and optimizer states are counted before there are any, as AdamW would have them.
 
     Args:
         needs: of training.
@@ -120,13 +109,6 @@ class Residents:
         self._needs = needs
         self.gauge = gauge
         self.decisions: dict[int, tuple[weakref.ref[nn.Module], _Decision]] = {}
-        self._spare = SpareMemory()
-        self._asked_bytes = self._num_asked = 0
-        self.has_given_up = False
-        """Drives take no more: what was decided stays."""
-        self.steps = StepMemory(gauge)
-        self.moved_bytes = 0
-        """Weights that were told to wait, or to come back, by the last :meth:`reconsider`."""
         self.text = ""
         """The last decision, for the log."""
 
@@ -170,35 +152,6 @@ class Residents:
             self.text = f"{counted} ({waiting} of {total}) wait on drives: memory has room for {room}"
         return _names_of(members, stays)
 
-    def reconsider(self, module: nn.Module, movable: Sequence[MovableWeights], *, spare_bytes: int) -> frozenset[str]:
-        """Decide on one module again.
-
-        Args:
-            module: it was decided on before.
-            movable: see :meth:`choose`.
-            spare_bytes: memory that is left, below 0 that is lacking: see :func:`reconsider_residents`.
-        """
-        members = _members(movable)
-        units = [self._unit(held) for held in members]
-        stays = [not all(weights.waits for weights in held) for held in members]
-        in_flight = window_bytes(_sizes(movable))  # as steps are judged by
-        after = reconsider_residents(units, stays, spare_bytes=spare_bytes, in_flight_bytes=in_flight)
-        decision = self._decide(module, units, after)
-        changed = [unit for unit, then, now in zip(units, stays, after, strict=True) if then is not now]
-        self.moved_bytes = sum(unit.weight_bytes for unit in changed)
-        if changed and spare_bytes > 0:
-            self._spare.came_back()
-        spare, moved, waiting = format_sizes(abs(spare_bytes), self.moved_bytes, decision.waiting_bytes)
-        if not spare_bytes:
-            self.text = f"as before, {waiting} of weights wait on drives"
-            return _names_of(members, after)
-        self.text = (
-            f"steps have shown that memory lacks {spare}: {moved} more of weights wait on drives, {waiting} in all"
-            if spare_bytes < 0
-            else f"steps have left {spare} of memory: {moved} of weights come back to stay, {waiting} wait on drives"
-        )
-        return _names_of(members, after)
-
     def _decide(self, module: nn.Module, units: Sequence[ResidencyUnit], stays: Sequence[bool]) -> _Decision:
         waiting, kept = (
             sum(unit.weight_bytes for unit, stay in zip(units, stays, strict=True) if stay is kind)
@@ -207,29 +160,14 @@ class Residents:
         self.decisions[id(module)] = weakref.ref(module), _Decision(waiting, kept)
         return _Decision(waiting, kept)
 
-    # -- again ---------------------------------------------------------------------------------------------------
-
-    def ask_for(self, nbytes: int) -> bool:
-        """Saved activations need so much more; whether weights that stay can make room for any of it."""
-        if self.has_given_up or not self.kept_bytes or self._num_asked == _MAX_ASKED:
-            return False
-        self._num_asked += 1
-        self._asked_bytes = max(self._asked_bytes, nbytes)
-        return True
-
-    def spare_bytes(self, *, used_bytes: int, shown_bytes: int) -> int:
-        """A forward begins, and nothing else is under way: what it is time to reconsider with; 0: nothing."""
-        peak_bytes = None if self.has_given_up else self.steps.begin()
-        if self._asked_bytes:
-            spare, self._asked_bytes, self._num_asked = -self._asked_bytes, 0, 0
-            self._spare.ran_short()
-            return spare
-        if peak_bytes is None:
-            return 0
-        waiting_bytes = sum(decision.waiting_bytes for _, decision in self._alive())
-        usable = self._outlook(shown_bytes, waiting_bytes=waiting_bytes).usable_bytes
-        spare = 0 if usable is None else self._spare.judge(usable, peak_bytes + used_bytes)
-        return spare if (self.kept_bytes if spare < 0 else waiting_bytes) else 0
+    def as_before(self, module: nn.Module, movable: Sequence[MovableWeights]) -> frozenset[str]:
+        """Decide on a module as before, because weights that have stayed must not leave."""
+        members = _members(movable)
+        units = [self._unit(held) for held in members]
+        stays = [not all(weights.waits for weights in held) for held in members]
+        decision = self._decide(module, units, stays)
+        self.text = f"as before, {format_sizes(decision.waiting_bytes)[0]} of weights wait on drives"
+        return _names_of(members, stays)
 
     def _unit(self, held: Sequence[MovableWeights]) -> ResidencyUnit:
         return ResidencyUnit(

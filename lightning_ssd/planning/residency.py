@@ -17,18 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["MemoryOutlook", "ResidencyUnit", "SpareMemory", "choose_residents", "reconsider_residents", "window_bytes"]
+__all__ = ["MemoryOutlook", "ResidencyUnit", "choose_residents", "window_bytes"]
 
 _USABLE_SHARE = 0.9
 """Share of all memory that plans may use: allocators waste some, and other processes grow."""
 _UNKNOWN_SHARE = 0.5
-"""Share of what is left, for saved activations and temporaries, until a step has been seen."""
-_TOLERANCE = 0.02
-"""Share of what is usable: a step that takes so much more has shown nothing new."""
-_AMPLE_SHARE = 0.05
-"""Share of what is usable, left free when units come back."""
-_PATIENCE, _MAX_PATIENCE = 64, 1 << 14
-"""Steps in a row that have to leave much before units come back. Twice as many after each time that this was wrong."""
+"""Share of what is left, for saved activations and temporaries of which nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,98 +132,3 @@ def _spread(sizes: Sequence[int], lacking_bytes: int) -> Sequence[int]:
         if sum(sizes[place] for place in places) >= lacking_bytes:
             return places
     return range(len(sizes))
-
-
-def reconsider_residents(
-    units: Sequence[ResidencyUnit], stays: Sequence[bool], *, spare_bytes: int, in_flight_bytes: int
-) -> tuple[bool, ...]:
-    """For each unit, whether it stays in memory from now on, after steps have shown what all else takes.
-
-    Units only leave, or only come back, and what need not move does not. Frozen ones leave first and come back last.
-    Of these, the one leaves that is farthest from those that wait, and the one comes back that is nearest to another.
-
-    Args:
-        units: in the order of their use.
-        stays: for each, whether it stays now.
-        spare_bytes: below 0, so much memory is lacking at the worst moment, when gradients may not be there: only
-            weights count. Above 0, so much may come back, with gradients. 0: nothing moves.
-        in_flight_bytes: what units take that wait and are in memory to be used. They begin to when the first one waits.
-    """
-    found = list(stays)
-    if spare_bytes < 0:
-        lacking = -spare_bytes + (in_flight_bytes if all(found) else 0)
-        while lacking > 0 and (place := _next_to_leave(units, found)) is not None:
-            found[place] = False
-            lacking -= units[place].weight_bytes
-        return tuple(found)
-    if sum(unit.nbytes for unit, stay in zip(units, found, strict=True) if not stay) <= spare_bytes + in_flight_bytes:
-        return (True,) * len(units) if spare_bytes else tuple(found)
-    while (place := _next_to_return(units, found)) is not None and units[place].nbytes <= spare_bytes:
-        found[place] = True
-        spare_bytes -= units[place].nbytes
-    return tuple(found)
-
-
-def _next_to_leave(units: Sequence[ResidencyUnit], stays: Sequence[bool]) -> int | None:
-    staying = [index for index, stay in enumerate(stays) if stay]
-    kind = [index for index in staying if not units[index].is_trained] or staying
-    return max(kind, key=lambda index: _distance(index, stays), default=None)
-
-
-def _next_to_return(units: Sequence[ResidencyUnit], stays: Sequence[bool]) -> int | None:
-    waiting = [index for index, stay in enumerate(stays) if not stay]
-    kind = [index for index in waiting if units[index].is_trained] or waiting
-    return min(kind, key=lambda index: _distance(index, stays), default=None)
-
-
-def _distance(index: int, stays: Sequence[bool]) -> int:
-    """To the next unit that waits, in a circle: the next step begins where the last one ended."""
-    others = [abs(index - other) for other, stay in enumerate(stays) if not stay and other != index]
-    return min((min(gap, len(stays) - gap) for gap in others), default=len(stays))
-
-
-class SpareMemory:
-    """Judges, step by step, whether units have to leave, or may come back.
-
-    Lacking memory is told at once; spare memory only when it was there in many steps in a row, the more of them the
-    more often units had to leave again afterwards. So a need that comes and goes moves units ever more seldom.
-    """
-
-    def __init__(self) -> None:
-        self._patience = _PATIENCE
-        self._num_ample = 0
-        self._least_bytes = 0
-        self._has_returned = False
-
-    def judge(self, usable_bytes: int, peak_bytes: int) -> int:
-        """Return what :func:`reconsider_residents` is to be told of the step that comes.
-
-        Args:
-            usable_bytes: what the process may take in all.
-            peak_bytes: what such a step takes at its worst moment.
-        """
-        spare = usable_bytes - peak_bytes
-        if -spare > _TOLERANCE * usable_bytes:
-            self.ran_short()
-            return spare
-        ample = spare - int(_AMPLE_SHARE * usable_bytes)
-        if ample <= 0:
-            self._num_ample = 0
-            return 0
-        self._least_bytes = min(self._least_bytes, ample) if self._num_ample else ample
-        self._num_ample += 1
-        if self._num_ample < self._patience:
-            return 0
-        self._num_ample = 0
-        return self._least_bytes
-
-    def came_back(self) -> None:
-        """Units have, as they might."""
-        self._has_returned = True
-
-    def ran_short(self) -> None:
-        """Units have to leave."""
-        if self._has_returned:
-            self._patience = min(2 * self._patience, _MAX_PATIENCE)
-        self._has_returned = False
-        self._num_ample = 0

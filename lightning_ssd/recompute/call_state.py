@@ -1,23 +1,23 @@
 """Put back what a block may change in its forward by contract while it runs again, and make it as it was afterwards.
 
-Put back are, of its modules and of modules among its arguments: attributes, parameters, buffers, parts and hooks; the
-contents of lists, dicts, sets and deques that are attributes; generators of random numbers that are attributes. Besides
-these the random numbers of Python and NumPy. Whatever else a forward changes, it changes once more, as with PyTorch's
-own checkpoint.
+Put back are, of its modules and of modules among its arguments: attributes, parameters, buffers, parts and hooks; and
+generators of random numbers that are attributes. Besides these the random numbers of Python and NumPy. A forward that
+edits a tensor or a container among its attributes is refused. Whatever else it changes, it changes once more, as with
+PyTorch's own checkpoint.
 """
 
 from __future__ import annotations
 
-import copy
 import operator
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, repeat
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -31,8 +31,6 @@ __all__ = ["CallState", "restoring"]
 
 _SMALL_BYTES = 64 << 10
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
-_PLAIN_CONTAINERS = frozenset({*_CONTAINERS, defaultdict})
-"""They run none of the user's code when they are read or copied."""
 _OF_MODULES = frozenset(nn.Module().__dict__)
 # Not looked at. The object of a proxy may be dead.
 _STEADY = frozenset({bool, int, float, complex, str, bytes, type(None), weakref.ProxyType, weakref.CallableProxyType})
@@ -41,7 +39,7 @@ _ABSENT = object()
 
 _T = TypeVar("_T")
 _Contents = list[tuple[Any, list[Any]]]
-"""Modules and containers, each with its items: attributes, or what is in it."""
+"""Modules and what they consist of, each with its items: attributes, or what is in it."""
 
 
 class CallState:
@@ -60,19 +58,11 @@ class CallState:
         self._places: _Contents = []
         self._sources = shared_sources()
         self._tensors: list[_Tensor] = []
-        self._containers: _Contents = []
-        """The user's; those that a module consists of are among the places."""
-        self._buffers: list[_Buffer] = []
-        self._copies: dict[int, torch.Tensor] = {}
-        self._edited: list[_Buffer] = []
-        self._clones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Address of the storage of each that stands in for a buffer in a repetition -> itself, and the buffer."""
+        self._containers: list[_Container] = []
+        self._buffers: dict[int, _Buffer] = {}
+        """By the number (``id``) of each: one may be registered twice."""
         self._has_graphs = False
         """Whether any tensor was computed by an earlier call."""
-        self._has_copies = False
-        """Whether some containers are copies."""
-        self.changed_twice: str | None = None
-        """A buffer that a repetition has edited although it was given a copy. Its bytes were put back."""
         for part in parts:
             self._enter(part)
         self._numbers = RandomStates(self._sources)
@@ -90,12 +80,21 @@ class CallState:
                 self._look(owner, name, value)
                 continue
             items, is_own = _items(value), name in _OF_MODULES
-            (self._places if is_own else self._containers).append((value, items))
+            if is_own:
+                self._places.append((value, items))
+            else:
+                self._enter_container(f"{owner.__name__}.{name}", value, items)
             if name == "_buffers":
                 self._enter_buffers(part)
-            elif items:
-                for key, item in _pairs(items) if isinstance(value, dict) else zip(repeat(name), items):
+            else:
+                middle = len(items) // 2 if isinstance(value, dict) else 0
+                for key, item in zip(items[:middle] or repeat(name), items[middle:], strict=False):
                     self._look(owner, key if is_own else name, item)
+
+    def _enter_container(self, label: str, value: Any, items: list[Any]) -> None:
+        if any(map(_has_graph, items)):  # our nodes would hold it, and so the graphs of all calls before
+            self.opaque = f"{label} holds tensors that an earlier call has computed; leave them there detached"
+        self._containers.append(_Container(label, value, [*map(id, items)]))
 
     def _enter_buffers(self, part: nn.Module) -> None:
         for name, buffer in part._buffers.items():
@@ -103,9 +102,8 @@ class CallState:
             if buffer is None or isinstance(buffer, nn.UninitializedBuffer) or buffer.is_inference():
                 continue
             self._has_graphs = self._has_graphs or _has_graph(buffer)
-            if id(buffer) not in self._copies:
-                self._copies[id(buffer)] = buffer.detach().clone()
-            self._buffers.append(_Buffer(part, name, buffer, buffer._version, self._copies[id(buffer)]))
+            if id(buffer) not in self._buffers or isinstance(part, _NormBase):
+                self._buffers[id(buffer)] = _Buffer(part, name, buffer, buffer._version, buffer.detach().clone())
 
     def _look(self, owner: type, name: str, value: Any) -> None:
         kind = type(value)
@@ -124,22 +122,24 @@ class CallState:
 
     def settle(self) -> str | None:
         """After the call: keep what is needed to repeat it. Returns what was edited in place and cannot be put back."""
-        edited = next(filter(None, (seen.edit() for seen in self._tensors)), None)
-        changed = {id(seen.buffer) for seen in self._buffers if seen.may_be_edited()}
-        self._edited = [seen for seen in self._buffers if id(seen.buffer) in changed]
-        others = [seen for seen in self._buffers if id(seen.buffer) not in changed]
+        edited = next(filter(None, (seen.edit() for seen in self._tensors)), None) or self.edited_container()
+        buffers = self._buffers
+        self._buffers = {key: seen for key, seen in buffers.items() if seen.may_be_edited()}
+        others = [seen for key, seen in buffers.items() if key not in self._buffers]
         self._tensors += [_Tensor.of(type(seen.part), seen.name, seen.buffer) for seen in others]
-        self._buffers.clear()
-        self._copies.clear()
         return edited
 
+    def edited_container(self) -> str | None:
+        """Return the name of a list, dict, set or deque with other items than before the call."""
+        return next((seen.label for seen in self._containers if [*map(id, _items(seen.container))] != seen.ids), None)
+
     def release_graphs(self) -> None:
-        """After :meth:`settle`: hold tensors detached, and containers of tensors with graphs as copies.
+        """After :meth:`settle`: hold tensors detached.
 
         Nodes of the call hold this state, and Python's garbage collector does not see that. A node that backward does
         not reach would keep the graphs of all calls before it.
         """
-        self._edited = [seen._replace(buffer=seen.buffer.detach()) for seen in self._edited]
+        self._buffers = {key: seen._replace(buffer=seen.buffer.detach()) for key, seen in self._buffers.items()}
         others: dict[int, Any] = {}
 
         def other(value: Any) -> Any:
@@ -147,73 +147,56 @@ class CallState:
                 others[id(value)] = tuple(map(other, value)) if type(value) is tuple else apart(value)
             return others.get(id(value), value)
 
-        for place, items in self._containers:
-            # The call may have filled it, or one before.
-            if type(place) in _PLAIN_CONTAINERS and any(map(_has_graph, chain(items, _items(place)))):
-                others[id(place)] = copied = copy.copy(place)
-                _put(copied, [*map(other, items)])
-        self._has_copies = bool(others)
-        if others or self._has_graphs:
+        if self._has_graphs:
             self._places = [(place, [*map(other, items)]) for place, items in self._places]
-            self._containers = [(other(place), [*map(other, items)]) for place, items in self._containers]
             self._tensors = [seen._replace(tensor=other(seen.tensor)) for seen in self._tensors]
 
     def change(self) -> str | None:
         """Return what was done since that cannot be undone; ``None``: nothing that can be seen."""
-        return next(filter(None, (seen.change() for seen in self._tensors)), None)
-
-    def _copied_containers(self) -> list[Any]:
-        """Return what the modules have now in place of copies: a second reference may change that."""
-        modules = [place for place, _ in self._places if isinstance(place, nn.Module)] if self._has_copies else []
-        return [value for part in modules for value in part.__dict__.values() if type(value) in _PLAIN_CONTAINERS]
+        changed = next(filter(None, (seen.change() for seen in self._tensors)), None)
+        if changed is None and (container := self.edited_container()) is not None:
+            changed = f"{container} has other items than in forward"
+        return changed
 
     def as_before(self, run: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
         """Call ``run`` with all as it was before the call; then make all as it was when this was called.
 
-        Buffers that the call edits are copies of copies meanwhile: it may be repeated again, and others may have saved
-        the module's own.
+        Buffers have the bytes of before meanwhile, and ``run`` may save them: autograd without us holds them, too, with
+        the bytes of when backward uses them. Versions stay as they are, since what others have saved has not changed.
         """
-        originals = {id(seen.copy): seen.now() for seen in self._edited}
-        places = self._places + self._containers
-        now = [(place, _items(place)) for place in (*(place for place, _ in places), *self._copied_containers())]
+        now = [(place, _items(place)) for place, _ in self._places]
+        buffers = [seen.buffer for seen in self._buffers.values()]
+        bytes_now = [buffer.detach().clone() for buffer in buffers]
         numbers = RandomStates(self._sources)
 
         def begin() -> _T:
-            _restore(places)
+            _restore(self._places)
             self._numbers.restore()
-            clones = {id(seen.copy): seen.copy.clone() for seen in self._edited}
-            for seen in self._edited:
-                seen.part._buffers[seen.name] = clone = clones[id(seen.copy)]
-                if is_plain(clone):
-                    self._clones[clone.untyped_storage()._cdata] = clone, seen.buffer
+            for buffer, seen in zip(buffers, self._buffers.values(), strict=True):
+                buffer.data.copy_(seen.copy)
             return run(*args, **kwargs)
 
         def end() -> None:
-            self._clones.clear()
             _restore(now)
             numbers.restore()
-            for seen in originals.values():
-                if seen.is_edited():
-                    self.changed_twice = f"{type(seen.part).__name__}.{seen.name}"
-                    seen.buffer.data.copy_(seen.copy)
+            for buffer, copy in zip(buffers, bytes_now, strict=True):
+                buffer.data.copy_(copy)
 
-        return restoring(begin, end)
+        with _unsafe_preserve_version_counter(tuple(buffers)):
+            return restoring(begin, end)
 
-    def original_of(self, saved: torch.Tensor) -> torch.Tensor:
-        """Return the part of the buffer for what a repetition saves of its copy.
 
-        Plain autograd holds the buffer: batch norms edit it past its version, and backward gets the bytes of then.
-        """
-        clone, buffer = self._clones.get(saved.untyped_storage()._cdata, (saved, saved))
-        if buffer is saved or clone.stride() != buffer.stride() or clone.dtype != saved.dtype:
-            return saved
-        with torch.no_grad():
-            offset = buffer.storage_offset() + saved.storage_offset()
-            return buffer.as_strided(saved.shape, saved.stride(), offset)
+class _Container(NamedTuple):
+    """A list, dict, set or deque among the attributes, which the call may read, and may not edit."""
+
+    label: str
+    container: Any
+    ids: list[int]
+    """Numbers of what was in it. They hold nothing."""
 
 
 class _Buffer(NamedTuple):
-    """A buffer, and a copy of its bytes at one time. One that is registered twice has one copy."""
+    """A buffer, and a copy of its bytes before the call."""
 
     part: nn.Module
     name: str
@@ -221,24 +204,15 @@ class _Buffer(NamedTuple):
     version: int
     copy: torch.Tensor
 
-    def now(self) -> _Buffer:
-        """Return it with a copy of its bytes now."""
-        return self._replace(version=self.buffer._version, copy=self.buffer.detach().clone())
-
-    def is_edited(self) -> bool:
-        """Tell whether an edit is seen: on a CPU by the bytes, too. A device is not waited for."""
-        return self.buffer._version != self.version or (
-            self.buffer.device.type == "cpu" and differs(self.buffer, self.copy)
-        )
-
     def may_be_edited(self) -> bool:
         """Tell whether a call may have edited it.
 
-        Batch norms, ``data`` and NumPy edit without raising a version. Small buffers on a device count as edited, large
-        ones go by their version.
+        Batch norms, ``data`` and NumPy edit without raising a version. So bytes are compared on a CPU. A device is not
+        waited for: small buffers there count as edited, large ones go by their version.
         """
-        is_small = self.buffer.device.type != "cpu" and self.copy.nbytes <= _SMALL_BYTES
-        return isinstance(self.part, _NormBase) or is_small or self.is_edited()
+        if isinstance(self.part, _NormBase) or self.buffer._version != self.version:
+            return True
+        return differs(self.buffer, self.copy) if self.buffer.device.type == "cpu" else self.copy.nbytes <= _SMALL_BYTES
 
 
 def restoring(call: Callable[[], _T], undo: Callable[[], object]) -> _T:
@@ -266,37 +240,19 @@ def _restore(contents: _Contents) -> None:
 
 def _items(place: Any) -> list[Any]:
     """Return all keys, then all values, where there are keys. Not as a class of the user's may show them."""
-    base = type(place)
-    if base not in _PLAIN_CONTAINERS:
-        place = place.__dict__ if isinstance(place, nn.Module) else place
-        base = _base_of(place)
-    return [*base.keys(place), *base.values(place)] if isinstance(place, dict) else [*base.__iter__(place)]
-
-
-def _pairs(items: list[Any]) -> Iterable[tuple[Any, Any]]:
-    middle = len(items) // 2
-    return zip(items[:middle], items[middle:], strict=True)
+    place = place.__dict__ if isinstance(place, nn.Module) else place
+    base: Any = next(base for base in _CONTAINERS if issubclass(type(place), base))
+    return [*base.keys(place), *base.values(place)] if issubclass(base, dict) else [*base.__iter__(place)]
 
 
 def _put(place: Any, items: list[Any]) -> None:
+    middle = len(items) // 2
     if isinstance(place, nn.Module):
-        _put_attributes(place, dict(_pairs(items)))
+        _put_attributes(place, dict(zip(items[:middle], items[middle:], strict=True)))
         return
-    base = _base_of(place)  # classes of their own may refuse
-    if isinstance(place, dict):
-        base.clear(place)
-        for key, value in _pairs(items):
-            base.__setitem__(place, key, value)
-    elif isinstance(place, list):
-        base.__setitem__(place, slice(None), items)
-    else:
-        base.clear(place)
-        (base.update if isinstance(place, set) else base.extend)(place, items)
-
-
-def _base_of(container: Any) -> Any:
-    kind = type(container)
-    return kind if kind in _PLAIN_CONTAINERS else next(base for base in _CONTAINERS if issubclass(kind, base))
+    base: Any = next(base for base in _CONTAINERS if isinstance(place, base))
+    base.clear(place)
+    base.update(place, items if base is set else zip(items[:middle], items[middle:], strict=True))
 
 
 def _put_attributes(part: nn.Module, wanted: dict[str, Any]) -> None:

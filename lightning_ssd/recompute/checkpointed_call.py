@@ -5,7 +5,7 @@ autocast. What it leaves to its caller is done here:
 
 * What the user may change by contract (``call_state.py``) is put back while the call is repeated: attributes,
   parameters, buffers, parts and hooks of its modules.
-* What was edited in place since, or got other data, cannot be put back, and is an error.
+* What was edited in place since (a tensor, a list or dict among the attributes), or got other data, is an error.
 * All else (globals, context variables, modes of the process, objects that attributes refer to) shows only where it has
   an effect on what the repetition saves, which is compared with what the call has saved (``fingerprint.py``). So
   gradients of this call are right. What the repetition changes there stays changed for the next step.
@@ -23,7 +23,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,8 +48,6 @@ __all__ = ["Called", "Recomputable", "Watched", "device_of", "recompute", "recom
 _log = logging.getLogger(__name__)
 
 _MEETS = "its forward waits for other processes, which may not run it again"
-_ALIGNMENT = 512
-"""A copy of a part of a storage is aligned as that is: kernels may compute otherwise where it is less."""
 _ASKS = "it asks for gradients in its own forward (torch.autograd.grad, backward)"
 # The innermost saved-tensor hooks, and the innermost transform of torch.func. Neither has a public name.
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -240,7 +238,7 @@ def watch(called: Called, told: Callable[[float, float], None] | None = None) ->
     else:
         call = _Call(called, keep, look)
         # Its inputs go past the hooks: other passes do not save them.
-        with saved_tensors_hooks(_copies_of(called.inputs), _as_it_is):
+        with saved_tensors_hooks(_copies(), _as_it_is):
             result = call.begin(called.inputs)
         edits, has_met = call.edits, call.has_met
         watched.is_on_trial = bool(holders)
@@ -333,12 +331,16 @@ class _Call:
         numbers = RandomStates(default_sources(self._devices) if self._saved.has_integers else ())
         again = Fingerprint(full=self._block.full, frontier=self._saved.frontier)
         sizes: dict[int, int] = {}
-        seen = _seen_by(again, original_of=self._state.original_of, sizes=sizes)
+        seen = _seen_by(again, sizes=sizes)
+
+        def run() -> None:
+            with suppress(_StopRecomputationError):  # the checkpoint needs no more
+                self._run(*args, **kwargs)
+            again.close()  # while buffers have the bytes that were saved
+
         try:
             with seen:
-                self._state.as_before(self._run, *args, **kwargs)
-        except _StopRecomputationError:
-            pass  # the checkpoint needs no more
+                self._state.as_before(run)
         except BaseException as error:
             again.drop()
             if not isinstance(error, Exception) or _ran_out(error) or isinstance(error, OffloadError):
@@ -347,7 +349,6 @@ class _Call:
             raise self._block.refuse(reason) from error
         finally:
             seen.gen.close()  # here, and not by the end of the frame of an interrupt inside of contextlib
-        again.close()
         self._compare(again, tensors, numbers)
         if self._told is not None:  # once; inputs were never gone, and weights are no activations
             given = {tensor.untyped_storage()._cdata for tensor in tensors if is_plain(tensor)}
@@ -355,10 +356,8 @@ class _Call:
             self._told = None
 
     def _compare(self, again: Fingerprint, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> None:
-        edited = self._state.changed_twice
-        if edited is not None:
-            raise self._block.refuse(f"it edits {edited}, a buffer, by a second reference to it")
-        reason = self._saved.difference(again)
+        edited = self._state.edited_container()
+        reason = self._saved.difference(again) if edited is None else f"{edited} has other items than in forward"
         if reason is None:
             integers = self._saved.differing_integers(again)
             written = [index for index in integers if not self._saved.may_be_unwritten(index)]
@@ -379,10 +378,8 @@ class _Call:
         numbers.restore()
         args, kwargs = fill(self._pattern, [*map(apart, tensors)])
         with saved_tensors_hooks(lambda tensor: None, _as_it_is):
-            output = _fingerprint_of(self._state.as_before(self._run, *args, **kwargs))
-        if self._output is None or self._state.changed_twice is not None:
-            return False
-        return self._output.difference(output) is None
+            output = self._state.as_before(lambda: _fingerprint_of(self._run(*args, **kwargs)))
+        return self._output is not None and self._output.difference(output) is None
 
 
 class _Saved:
@@ -423,7 +420,6 @@ def _seen_by(
     *,
     stand_in: Callable[[torch.Tensor, Any], Any] = lambda tensor, packed: packed,
     unpack: Callable[[Any, Callable[[Any], Any]], Any] = lambda saved, unpack: unpack(saved),
-    original_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     sizes: dict[int, int] | None = None,
 ) -> Iterator[None]:
     """Report what is saved meanwhile, and let it go where it would have gone; note bytes of storages in ``sizes``."""
@@ -437,7 +433,6 @@ def _seen_by(
         if sizes is not None and is_plain(tensor):
             storage = tensor.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
-            tensor = original_of(tensor)
         return stand_in(tensor, pack_it(tensor))
 
     with saved_tensors_hooks(tell, lambda saved: unpack(saved, unpack_it)):
@@ -476,15 +471,11 @@ def _as_it_is(tensor: Any) -> Any:
     return tensor
 
 
-def _copies_of(inputs: CallInputs) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what gives an input over a copy: else the program would be found to hold what it lets go in other passes.
+def _copies() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what gives an input over a copy of its storage.
 
-    Of each storage the bytes from the first to the last that inputs show are copied, once for all of them.
+    Else the program would be found to hold what it lets go in other passes. Views of one storage get one copy.
     """
-    shown: dict[int, tuple[int, int]] = {}
-    for tensor in filter(is_plain, inputs.tensors):
-        key, (first, end) = tensor.untyped_storage()._cdata, _bytes_of(tensor)
-        shown[key] = min(first, shown.get(key, (first, end))[0]), max(end, shown.get(key, (first, end))[1])
     copies: dict[int, torch.UntypedStorage] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -493,20 +484,8 @@ def _copies_of(inputs: CallInputs) -> Callable[[torch.Tensor], torch.Tensor]:
         if not is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        first, end = shown.get(storage._cdata, (0, storage.nbytes()))
-        first -= first % _ALIGNMENT
         if storage._cdata not in copies:
-            raw = TensorSpec(torch.uint8, torch.Size([end - first]), (1,), first, is_conj=False, is_neg=False)
-            copies[storage._cdata] = raw.view(storage).clone().untyped_storage()
-        spec = TensorSpec.of(tensor)
-        return spec._replace(offset=spec.offset - first // tensor.element_size()).view(copies[storage._cdata])
+            copies[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
+        return TensorSpec.of(tensor).view(copies[storage._cdata])
 
     return copied
-
-
-def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where in its storage the first byte of a tensor lies, and where the last one ends."""
-    first = last = int(tensor.storage_offset())
-    if tensor.numel():
-        last += sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return first * tensor.element_size(), last * tensor.element_size()

@@ -40,6 +40,8 @@ class MemoryConstraints:
     """Whether blocks may be recomputed."""
     have_states_stay: bool = False
     """Whether optimizer states are in memory, too."""
+    make_weights_room: bool = False
+    """Whether weights leave for an ``activation_budget`` when the model is registered."""
 
     @property
     def has_budget(self) -> bool:
@@ -249,12 +251,16 @@ class Limits:
                 f"{smallest}{advice}. Free space there, or name other directories in HardwareProfile(paths=...); or "
                 "raise the budget, or make the batch smaller"
             )
-        states = ""
-        if self._is_memory_in_the_way(others) and self._constraints.have_states_stay:
-            states = ', or set optimizer_states="offload"'
+        others_leave = ""
+        if self._is_memory_in_the_way(others):
+            if self._constraints.have_states_stay:
+                others_leave = ', or set optimizer_states="offload"'
+            if self._constraints.make_weights_room:
+                room = as_setting(smallest_bytes)
+                others_leave += f", or set activation_budget={room}, for which weights leave when a model is registered"
         return BudgetError(
             f"{fact}: the smallest that works is {smallest}{advice}. "
-            f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes{states}"
+            f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes{others_leave}"
         )
 
     def _is_memory_in_the_way(self, others: NonActivationMemory) -> bool:

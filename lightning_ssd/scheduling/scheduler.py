@@ -62,8 +62,6 @@ class Scheduler:
     ) -> None:
         self.trace: Trace | None = None
         self.num_plans = 0
-        self.make_room: Callable[[int], bool] = lambda nbytes: False
-        """Asked before a budget is refused: whether something else can leave memory before the next pass."""
         self.other_writes: Callable[[], float] = lambda: 0.0
         """Returns the bytes per day of ``wear_budget`` that others write, such as optimizer states."""
         self.unusable: str | None = None  # why the latest plan writes nothing to the drives
@@ -410,9 +408,6 @@ class Scheduler:
             if self._limits.has_moved(kind.others):
                 kind.ask_for_trace()  # what has come since may be counted twice: the next trace knows
                 return
-            if self._finds_room(error.smallest_bytes - (goal.budget_bytes or 0), error.smallest_bytes):
-                kind.ask_for_trace()
-                return
             unusable = (machine.ssd or _NOTHING).unusable
             # What the planner was asked is not what the user wrote: it would say "under 0 bytes" of a memory_budget.
             less = recomputing_budget(trace, machine, goal)
@@ -441,12 +436,6 @@ class Scheduler:
         (allowed,) = format_sizes(self._constraints.wear_bytes_per_day or 0, decimal=True)
         (needed,) = format_sizes(known.plan.refused_bytes * DAY_S / max(known.trace.end_s, 1e-9), decimal=True)
         return f"wear_budget allows this process {allowed} per day and the plan needs {needed} per day"
-
-    def _finds_room(self, lacking_bytes: int, smallest_bytes: int) -> bool:
-        """Whether something else can leave memory for saved activations that need so much."""
-        activations = self._constraints.activation_budget
-        is_in_the_way = activations is not None and activations < smallest_bytes
-        return self._constraints.memory_budget is not None and not is_in_the_way and self.make_room(lacking_bytes)
 
     @staticmethod
     def _better(old: StoredPlan, new: StoredPlan, machine: Machine) -> StoredPlan:

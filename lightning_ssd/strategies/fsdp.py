@@ -10,10 +10,8 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd.activations.dtensor_hooks import unwrapped_within
@@ -58,8 +56,8 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         tensor_parallel_size: number of processes that share each layer; "auto": all processes, divided by
             ``data_parallel_size``. Both "auto": as in Lightning, the number of nodes and the devices of a node.
         save_distributed_checkpoint: each process writes its shards into a directory. ``False``: rank zero collects the
-            full weights, which have to fit into its memory, and the full states, which go to its drives one by one, and
-            writes one file.
+            full weights and states, which have to fit into its memory, and writes one file. On a GPU that is refused
+            with ``optimizer_states="offload"``.
         accelerator: set by the Trainer; CPU and CUDA are supported, others where Lightning provides them.
         parallel_devices: set by the Trainer.
         cluster_environment: how processes find each other; default: detected.
@@ -128,6 +126,13 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
                 f"offer with FSDP2. Pass one of {', '.join(map(repr, _PRECISIONS))} to the Trainer"
             )
         device = self.root_device
+        if device.type != "cpu" and self.policy.optimizer_states != "keep" and not self._save_distributed_checkpoint:
+            raise ConfigError(
+                f"{type(self).__name__} got save_distributed_checkpoint=False and OffloadPolicy.optimizer_states="
+                f"{self.policy.optimizer_states!r} on {str(device)!r}: the states wait in files, from which PyTorch "
+                "collects no full ones. Write save_distributed_checkpoint=True; python -m "
+                "lightning.pytorch.utilities.consolidate_checkpoint DIRECTORY makes one file of what it saves"
+            )
         if device.type != "cpu" and self.policy.parameters != "keep":
             raise ConfigError(
                 f"{type(self).__name__} got OffloadPolicy.parameters={self.policy.parameters!r} on {str(device)!r}, "
@@ -141,15 +146,6 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         import torch.distributed.fsdp  # noqa: F401  # so that its shards are seen, also if the program imports it later
 
         super().setup_environment()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        # If there are no states yet, the base class takes a step with gradients of zero, and writes its states.
-        if self._save_distributed_checkpoint or not isinstance(inner, OffloadedOptimizer) or not inner.state:
-            return super().optimizer_state(optimizer)
-        full = inner.full_state_dict(receive=self.global_rank == 0)
-        return _numbered_by_module(full, inner, self.module) if full else full
 
     @override
     def save_checkpoint(
@@ -184,15 +180,6 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
     @override
     def _inside_saving(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
         return unwrapped_within(saving)
-
-
-def _numbered_by_module(state_dict: dict[str, Any], optimizer: Optimizer, module: torch.nn.Module) -> dict[str, Any]:
-    """Renumber the parameters of a state dictionary by the module's order, as in Lightning's full checkpoints."""
-    number_of = {id(parameter): number for number, parameter in enumerate(module.parameters())}
-    numbers = [number_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    groups = [{**group, "params": [numbers[own] for own in group["params"]]} for group in state_dict["param_groups"]]
-    states = {numbers[own]: state for own, state in state_dict["state"].items()}
-    return {**state_dict, "state": states, "param_groups": groups}
 
 
 def _check_size(name: str, size: object) -> None:

@@ -14,8 +14,8 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFabricStrategy, SSDOffloadStrategy
 from lightning_ssd.common import accelerators
 from lightning_ssd.common.accelerators import (
+    Accelerator,
     CudaAccelerator,
-    GenericAccelerator,
     _try_out,
     accelerator_of,
     device_types,
@@ -51,7 +51,7 @@ def test_an_accelerator_of_pytorch_that_lacks_something_is_refused_by_what_it_la
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="looks at a machine without an accelerator")
 def test_a_cpu_understands_the_generic_words_in_part():
-    generic = GenericAccelerator(CPU)
+    generic = Accelerator(CPU)
     assert isinstance(generic.new_stream(), torch.Stream)
     assert isinstance(generic.event(), torch.Event)
     assert isinstance(generic.timing_event(), torch.Event)
@@ -74,7 +74,7 @@ def test_what_an_older_pytorch_cannot_tell_is_unknown(monkeypatch):
     for name in ("memory_stats", "memory_allocated", "get_memory_info", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.delattr(torch.accelerator, name)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: object())
-    generic = GenericAccelerator(CPU)
+    generic = Accelerator(CPU)
     assert (generic.memory_stats(), generic.allocated_bytes(), generic.free_bytes()) == ({}, 0, None)
     assert not generic.is_capturing()
     generic.reset_peak()
@@ -87,7 +87,7 @@ def test_only_that_nobody_can_tell_is_taken_for_unknown(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "memory_allocated", broken)
     with pytest.raises(RuntimeError, match="off the bus"):
-        GenericAccelerator(CPU).allocated_bytes()
+        Accelerator(CPU).allocated_bytes()
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_graphs_are_known_by_pools_of_the_allocator(segments, expected, monkeypa
 
 
 def test_a_device_whose_module_knows_no_graphs_has_none(monkeypatch):
-    generic = GenericAccelerator(CPU)
+    generic = Accelerator(CPU)
     assert not generic.may_have_graphs()
     monkeypatch.setattr(torch.cpu, "graph", object(), raising=False)
     assert generic.may_have_graphs()
@@ -250,7 +250,7 @@ def test_training_through_the_protocol_is_exact(spill_dir, monkeypatch):
 @pytest.mark.gpu
 def test_the_generic_words_train_on_cuda(spill_dir):
     device = torch.device("cuda", torch.cuda.current_device())
-    generic = GenericAccelerator(device)
+    generic = Accelerator(device)
     assert _try_out(generic, device) is None
     own, stats = CudaAccelerator(device).memory_stats(), generic.memory_stats()
     for name in ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current"):

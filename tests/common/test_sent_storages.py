@@ -23,12 +23,9 @@ class Storage:
     def is_shared(self):
         return True
 
-    def _weak_ref(self):
-        return self._memory._weak_ref()
 
-
-def known(storage, *, expired=False):
-    return SimpleNamespace(cdata=storage._cdata, expired=lambda: expired)
+def known(storage):
+    return SimpleNamespace(cdata=storage._cdata)
 
 
 def is_sent(storage):
@@ -39,10 +36,7 @@ def is_sent(storage):
 def cache(monkeypatch):
     cache = {}
     monkeypatch.setattr(reductions, "shared_cache", cache)
-    monkeypatch.setattr(sent_storages, "_sent", {})
-    monkeypatch.setattr(sent_storages._Noting, "has_missed", False)
-    monkeypatch.setattr(sent_storages, "_MIN_LIMIT", 4)
-    monkeypatch.setattr(sent_storages._Noting, "limit", 4)
+    monkeypatch.setattr(sent_storages._Noted, "has_sent", False)
     return cache
 
 
@@ -54,27 +48,24 @@ def test_memory_of_a_card_is_shared_only_if_it_was_sent(cache):
     assert is_sent(storage)
 
 
-def test_two_of_one_allocation_are_sent(cache):
-    """PyTorch's cache has the last one alone."""
-
-    def share(storage, *, answer):
-        cache[ALLOCATION] = known(storage)
-        return answer
-
-    first, second, own = Storage(), Storage(), Storage()
+def test_all_memory_of_a_card_counts_once_any_is_sent(cache):
+    """PyTorch's cache has the last one of an allocation alone."""
+    own = Storage()
     sending_is_noted()
-    sends = noting_sent(share)
-    assert [sends(storage, answer=3) for storage in (first, second)] == [3, 3]
-    assert [is_sent(storage) for storage in (first, second, own)] == [True, True, False]
+    sends = noting_sent(lambda storage, *, answer: answer)
+    assert not is_sent(own)
+    assert sends(Storage(), answer=3) == 3
+    assert is_sent(own)
 
 
-@pytest.mark.parametrize("expired", [False, True])
-def test_of_what_was_sent_before_anybody_noted_the_rest_is_unknown(cache, expired):
-    sent, received = Storage(), Storage()
-    cache[ALLOCATION] = known(sent, expired=expired)
+def test_what_was_sent_before_is_told_by_the_cache(cache):
+    received = Storage()
     cache[ALLOCATION, 512] = known(received)  # each has an entry of its own
     sending_is_noted()
-    assert is_sent(Storage()) is not expired
+    assert (is_sent(received), is_sent(Storage())) == (True, False)
+    cache[ALLOCATION] = known(Storage())
+    sending_is_noted()
+    assert is_sent(Storage())
 
 
 @pytest.mark.parametrize("strategy", sorted(multiprocessing.get_all_sharing_strategies()))
@@ -86,15 +77,6 @@ def test_memory_of_a_cpu_that_was_sent_tells_nothing_of_a_card(strategy, monkeyp
     assert reductions.shared_cache
     sending_is_noted()
     assert not is_sent(Storage())
-
-
-def test_what_was_sent_and_is_gone_is_forgotten():
-    sends, alive = noting_sent(lambda storage: None), Storage()
-    sends(alive)
-    for _ in range(20):
-        sends(Storage())
-    assert len(sent_storages._sent) <= 5
-    assert is_sent(alive)
 
 
 def test_the_cache_names_a_storage_by_its_address():

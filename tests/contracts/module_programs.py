@@ -250,7 +250,10 @@ CHANGES: dict[str, Change] = {
     "adapter name in forward": Change(
         around=lambda net: _set(lambda _: net.settings, "adapter", "two")(net), refused=True
     ),
-    "list in backward": Change(later=_item(lambda net: net.blocks[0].factors, 0, 3.0)),  # type: ignore[attr-defined]
+    "list in backward": Change(
+        later=_item(lambda net: net.blocks[0].factors, 0, 3.0),
+        refused=True,  # type: ignore[attr-defined]
+    ),
     "closure over a loop variable": Change(
         around=_between(
             lambda net: setattr(net, "gives_functions", True), lambda net: setattr(net, "gives_functions", False)

@@ -75,7 +75,8 @@ def _without_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_looking(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CallState, "change", lambda state: None)
+    for name in ("change", "edited_container"):
+        patch.setattr(CallState, name, lambda state: None)
 
 
 # PyTorch's checkpoint looks after some by itself, or they change nothing here; some have no guard but the fingerprint.

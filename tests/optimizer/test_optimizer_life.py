@@ -39,7 +39,6 @@ def _sgd(parameters):
 
 CALLS = {
     "state_dict": lambda optimizer: optimizer.state_dict(),
-    "full_state_dict": lambda optimizer: optimizer.full_state_dict(receive=True),
     "load_state_dict": lambda optimizer: optimizer.load_state_dict({"state": {}, "param_groups": []}),
     "state": lambda optimizer: optimizer.state,
     "add_param_group": lambda optimizer: optimizer.add_param_group({"params": [torch.zeros(3)]}),

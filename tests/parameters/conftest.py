@@ -36,16 +36,10 @@ def _place(kind):
     return opens
 
 
-host, card, running_host, running_card = map(_place, ("host", "device", "running host", "running device"))
+host, card = map(_place, ("host", "device"))
 
 
 @pytest.fixture(params=["host", "device"])
 def place(request, spill_dir, monkeypatch):
     with opened_place(request.param, spill_dir, monkeypatch) as made:
-        yield made
-
-
-@pytest.fixture(params=["host", "device"])
-def running_place(request, spill_dir, monkeypatch):
-    with opened_place(f"running {request.param}", spill_dir, monkeypatch) as made:
         yield made

@@ -166,7 +166,8 @@ def test_memory_budget_and_activation_budget_count(host):
     assert kept == [True, True, False, True, False]
 
 
-def test_a_budget_is_one_of_the_device_and_refused_without_room_for_what_cannot_wait(card):
+def test_a_budget_is_one_of_the_device_and_refused_without_room_for_what_cannot_wait(card, monkeypatch):
+    monkeypatch.setattr("lightning_ssd.activations.tensor_cache.level_bytes", card.held_bytes)
     model = built()
     budget = small_bytes(model) + COMING_BYTES + 2 * 4 * BLOCK_BYTES
     offloader = card.open(model, activations="auto", memory_budget=max(budget, 1 << 20))

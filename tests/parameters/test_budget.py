@@ -6,7 +6,6 @@ import gc
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -109,56 +108,6 @@ def test_a_budget_without_room_for_what_cannot_wait_is_refused_before_the_first_
     other = opened(memory_budget=least + 32 * MIB)
     other.register_module(model)
     assert waiting(model) == 4 * model.blocks[0].weight.nbytes
-
-
-# -- who makes room --------------------------------------------------------------------------------------------------
-
-
-class Table(nn.Module):
-    """Much memory and little work: 20 MiB of frozen weights, 20 MiB of activations."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(5 * 1024, 1024).requires_grad_(False)
-        self.scale = nn.Parameter(torch.ones(1024))
-
-    def forward(self, x):
-        return x * self.scale + self.table(torch.arange(4)).sum()
-
-
-def tables():
-    torch.manual_seed(0)
-    return nn.Sequential(*(Table() for _ in range(8)))
-
-
-def scaled(model, offloader, seen):
-    found = []
-    for _ in range(4):
-        with nullcontext() if offloader is None else offloader.saved_tensors(signature="one kind"):
-            loss = model(torch.ones(5 * 1024, 1024)).sum()
-        loss.backward()
-        if offloader is not None:
-            offloader.end_backward()
-            offloader.wait_for_plan()
-        seen.append(waiting(model))
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    return found
-
-
-def test_weights_make_room_before_a_budget_is_refused(opened, monkeypatch):
-    """As if nothing were needed for activations: no plan fits into what is left of the budget."""
-    monkeypatch.setattr("lightning_ssd.planning.residency._UNKNOWN_SHARE", 0.0)
-    expected = scaled(tables(), None, [])
-    model = tables()
-    trim()
-    rest = level_bytes(CPU) - sum(parameter.nbytes for parameter in model.parameters())
-    offloader = opened(memory_budget=rest + 200 * MIB)
-    offloader.register_module(model)
-    seen = [waiting(model)]
-    found = scaled(model, offloader, seen)
-    assert len(found) == len(expected)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert seen[0] == seen[1] < seen[2] <= seen[-1]
 
 
 # -- weights that show a file ----------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from torch import nn
 from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.memory import gauge
 from lightning_ssd.memory.gauge import DeviceGauge
-from lightning_ssd.parameters.step_memory import StepMemory
 from tests.support.interrupted_points import Checkpoint, PointsIn
 from tests.support.late import late_copies
 from tests.support.pairs import each_once
@@ -53,22 +52,6 @@ def asked(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("name", ["is_in_capture", "has_graph"])
-def test_where_a_graph_may_know_addresses_nothing_begins_to_wait(name, running_card, asked):
-    """One that was captured while all weights stayed reads them past every door."""
-    model = built()
-    offloader = running_card.open(model)
-    setattr(asked, name, True)
-    running_card.lack(GIB)
-    train(model, offloader)
-    assert running_card.waiting(model) == []
-    setattr(asked, name, False)
-    assert asked.num_waits == 0
-    train(model, offloader)
-    assert len(running_card.waiting(model)) == NUM_WEIGHTS
-    assert asked.num_waits == NUM_WEIGHTS, "streams that nobody has told of may use each"
-
-
 @pytest.mark.parametrize("num_staying", [1, NUM_BLOCKS])
 def test_registered_again_where_a_graph_may_know_addresses_as_many_wait_as_before(num_staying, card, asked, caplog):
     plain, model = built(), built()
@@ -87,28 +70,21 @@ def test_registered_again_where_a_graph_may_know_addresses_as_many_wait_as_befor
     asked.has_graph = False
     offloader.register_module(model)
     assert len(card.waiting(model)) == NUM_WEIGHTS
-
-
-def test_saved_activations_that_need_room_get_it(card):
-    model = built()
-    offloader = card.open(model, activations="auto")
-    scheduler = offloader._parts.scheduler
-    assert scheduler.make_room(BLOCK_BYTES // 2)
-    expected = train(built())
-    assert same(train(model, offloader), expected)
-    assert 0 < len(blocks_of(card.waiting(model))) < NUM_BLOCKS
+    assert asked.num_waits == NUM_WEIGHTS, "streams that nobody has told of may use each"
 
 
 # -- interrupts --------------------------------------------------------------------------------------------------------
 
 
-def alternating(running_card, run):
+def alternating(card, offloader, model, run):
+    """Have all weights wait, and come back the next time, by registering the model again."""
     turn = [0]
 
     def one():
         turn[0] += 1
-        running_card.lack(GIB if turn[0] % 2 else -GIB)
-        run(2 if turn[0] % 2 else 5)
+        card.capacity_bytes = 0 if turn[0] % 2 else 1000 * GIB
+        offloader.register_module(model)
+        run(2)
 
     return one
 
@@ -128,12 +104,12 @@ def without_delay(spill_dir):
             offloader.close()
 
 
-def test_an_interrupt_at_each_point_costs_no_bit(running_card, without_delay):
-    """Of a forward before which weights leave, and of one before which they come back."""
+def test_an_interrupt_at_each_point_costs_no_bit(card, without_delay):
+    """Of registering a model whose weights leave, and whose weights come back."""
     names = ("paged_weights", "device_weights", "device_memory", "residents")
     points = PointsIn(*(f"parameters/{name}.py" for name in names))
     num, ids, model, offloader = 0, next(batches(1)), built(), without_delay()
-    running_card.models.append(model)
+    card.models.append(model)
     offloader.register_module(model)
     expected = model(ids).detach().clone()
 
@@ -145,9 +121,9 @@ def test_an_interrupt_at_each_point_costs_no_bit(running_card, without_delay):
             offloader.end_backward()
             model.zero_grad()
 
-    one = alternating(running_card, run)
+    one = alternating(card, offloader, model, run)
     one()
-    assert len(running_card.waiting(model)) == NUM_WEIGHTS
+    assert len(card.waiting(model)) == NUM_WEIGHTS
     while (where := points.interrupt(one)) is not None:
         num += 1
         model.zero_grad()
@@ -157,17 +133,19 @@ def test_an_interrupt_at_each_point_costs_no_bit(running_card, without_delay):
     assert torch.equal(model(ids), expected)
     assert num > 50
     offloader.close()
-    assert running_card.waiting(model) == []
+    assert card.waiting(model) == []
 
 
 @pytest.mark.exhaustive
-def test_an_interrupt_while_trained_weights_move_costs_no_bit(running_card, without_delay):
+def test_an_interrupt_while_trained_weights_move_costs_no_bit(card, without_delay):
     """After it the last checkpoint is loaded, and the steps repeated."""
     points, num = PointsIn(*(f"parameters/{name}.py" for name in ("paged_parameters", "device_gradients"))), 0
-    loop = running_card.loop(without_delay(**TRAINED)).run(1)
+    offloader = without_delay(**TRAINED)
+    loop = card.loop(offloader).run(1)
     checkpoint = Checkpoint(loop)
     expected = checkpoint.load(Loop()).run(1).result()
-    while (where := points.interrupt(alternating(running_card, loop.run))) is not None:
+    one = alternating(card, offloader, loop.model, loop.run)
+    while (where := points.interrupt(one)) is not None:
         num += 1
         assert same(checkpoint.load(loop).run(1).result(), expected), where
         checkpoint.load(loop)
@@ -185,9 +163,9 @@ class Waiting(SimpleNamespace):
 def test_weights_in_use_are_available_and_not_held(card):
     card.capacity_bytes, card.others_bytes = 1000, 300
     device = DeviceGauge(torch.device("cpu"))
-    assert (device.held_bytes(), device.available_bytes(0), device.window_bytes()) == (300, 700, 0)
+    assert (device.held_bytes(), device.available_bytes(0)) == (300, 700)
     device.count_out(Waiting(present_bytes=40, window_bytes=100))
-    assert (device.held_bytes(), device.needed_bytes(), device.available_bytes(0)) == (260, 260, 740)
+    assert (device.held_bytes(), device.available_bytes(0)) == (260, 740)
     device.count_out(Waiting(present_bytes=140, window_bytes=100))
     assert (device.held_bytes(), device.available_bytes(0)) == (200, 800), "what is there beyond its use is held"
     assert device.fixed_bytes(7) == 0
@@ -198,26 +176,6 @@ def test_a_device_that_cannot_be_asked_has_unknown_memory(is_capturing, stats, c
     accelerator = SimpleNamespace(is_capturing=lambda: is_capturing, memory_stats=lambda: stats)
     monkeypatch.setattr(gauge, "accelerator_of", lambda device: accelerator)
     assert DeviceGauge(torch.device("cpu")).available_bytes(0) is None
-
-
-def test_a_peak_that_rises_in_a_step_shows_temporaries(running_card):
-    device = DeviceGauge(torch.device("cpu"))
-    device.count_out(Waiting(present_bytes=0, window_bytes=50))
-    watched = StepMemory(device)
-    running_card.others_bytes, running_card.peak_bytes = 100, 900
-    assert watched.begin() is None
-    watched.end(is_seen=True)
-    assert watched.begin() == 100, "the peak may be of any time before"
-    running_card.peak_bytes = 950
-    watched.end(is_seen=False)
-    assert watched.begin() == 950 - 50, "of the peak, so much may be weights that wait"
-    watched.end(is_seen=False)
-    assert watched.begin() == 900, "a step that nobody has seen tells nothing"
-    running_card.peak_bytes = 10  # somebody has begun it anew
-    running_card.others_bytes = 130
-    watched.look()
-    watched.end(is_seen=True)
-    assert watched.begin() == 130 + 30
 
 
 # -- the order of copies -----------------------------------------------------------------------------------------------
@@ -239,15 +197,16 @@ def racing(spill_dir):
 
 
 @each_once("activations, seed", ["keep", "offload"], range(2))
-def test_no_race(activations, seed, running_card, racing):
+def test_no_race(activations, seed, card, racing):
     def trained(offloader):
         def between(model, optimizer, step):
-            seen.append(len(running_card.waiting(model)))
-            if step in (1, 3):
-                running_card.lack(BLOCK_BYTES // 2 if step == 1 else -GIB)
+            seen.append(len(card.waiting(model)))
+            if offloader is not None and step in (1, 3):
+                card.capacity_bytes = 0 if step == 1 else 1000 * GIB
+                offloader.register_module(model)
 
         loop = Loop(None, after_step=between)
-        running_card.models[:] = [loop.model]
+        card.models[:] = [loop.model]
         if offloader is not None:
             register(loop, offloader)
         return loop.run(10).result()
@@ -261,7 +220,7 @@ def test_no_race(activations, seed, running_card, racing):
         assert same(found, expected)
     assert device.faults == []
     assert seen[1] == seen[-1] == 0
-    assert 0 < seen[3] < 13
+    assert seen[3] == 13
 
 
 def linears():
@@ -275,56 +234,25 @@ def one_step(model, offloader, x):
     offloader.end_backward()
 
 
-def test_streams_that_nobody_tells_of_may_use_what_came_back(running_card, racing):
+def test_streams_that_nobody_tells_of_may_use_what_came_back(card, racing):
     """They waited once, when the model was made, as suffices for weights that nobody changes."""
     x = torch.ones(4, WIDTH)
     with pretended_device(lag_s=0.02) as device, weights_of(device):
         model = linears()
-        running_card.models.append(model)
+        card.models.append(model)
         with device.stream("side"), torch.no_grad():
             device.wait_stream("main")
             expected = model(x)
         device.wait_stream("side")
         with racing(device, model) as offloader:
-            for lacking, num_steps in ((GIB, 2), (-GIB, 5)):
-                running_card.lack(lacking)
-                for _ in range(num_steps):
+            for capacity_bytes in (0, 1000 * GIB):
+                card.capacity_bytes = capacity_bytes
+                offloader.register_module(model)
+                assert bool(card.waiting(model)) is (capacity_bytes == 0)
+                if capacity_bytes == 0:
                     one_step(model, offloader, x)
-                    if lacking < 0 and not running_card.waiting(model):
-                        break
-                assert bool(running_card.waiting(model)) is (lacking > 0)
             with device.stream("side"), torch.no_grad():
                 assert torch.equal(model(x), expected)
                 for parameter in model.parameters():
                     device.protect(parameter)  # who has the weights freed later is up to the user
-    assert device.faults == []
-
-
-def test_what_another_thread_uses_meanwhile_leaves_after_that(running_card, asked, racing, monkeypatch):
-    """On a stream of its own, as an evaluation does, while others are being written."""
-    x = torch.ones(4, WIDTH)
-    with pretended_device(lag_s=0.005) as device, weights_of(device):
-
-        def synchronize():
-            for stream in ("main", "side"):
-                device.mark(stream).synchronize()
-
-        monkeypatch.setattr(asked, "synchronize", synchronize)
-        model = linears()
-        running_card.models.append(model)
-        synchronize()
-        with racing(device, model) as offloader:
-            pager = offloader._parts.parameters.weights.pager
-            put_away = pager.put_away
-
-            def used_meanwhile(weight):
-                put_away(weight)
-                with device.stream("side"), torch.no_grad():
-                    model[3](x)
-
-            monkeypatch.setattr(pager, "put_away", used_meanwhile)
-            running_card.lack(GIB)
-            for _ in range(2):
-                one_step(model, offloader, x)
-            assert len(running_card.waiting(model)) == 4
     assert device.faults == []

@@ -4,12 +4,14 @@ import gc
 import os
 import signal
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_ssd.errors import OffloaderClosedError, OutOfSpaceError, StorageError
+from lightning_ssd.parameters.units import shared_weights, why_it_stays
 from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.spill_file import Arena
 from tests.parameters.test_paged_weights import policy  # noqa: F401  # that of ``opened``
@@ -222,3 +224,27 @@ def test_an_interrupt_ends_the_wait_for_the_drive(opened, monkeypatch):
     offloader.register_module(model)
     assert same(train(model, offloader), train(plain))
     assert offloader.stats.weights_bytes > 0
+
+
+# -- who else may hold a weight --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_graph_that_has_been_used_holds_no_weight(is_used):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    loss = (model(torch.ones(1, 8)) * model[0].weight.sin().sum()).sum()
+    if is_used:
+        loss.backward()
+    for mode in (nullcontext, torch.inference_mode):
+        with mode():
+            reasons = [why_it_stays(weights) for weights in shared_weights(model, 256)]
+        assert [reason is None for reason in reasons] == [is_used] * 2
+    assert loss.grad_fn is not None
+
+
+@pytest.mark.parametrize("modes", [(True, False), (False, True), (True, True)], ids=["built", "asked", "both"])
+def test_trained_weights_can_wait_in_inference_mode(modes):
+    with torch.inference_mode(modes[0]):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.inference_mode(modes[1]):
+        assert [why_it_stays(weights) for weights in shared_weights(model, 256)] == [None] * 2

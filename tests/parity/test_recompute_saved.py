@@ -179,43 +179,6 @@ def test_an_index_or_two_are_no_seeds(rows: str, shape: tuple[int, ...], monkeyp
 # -- buffers and weights ---------------------------------------------------------------------------------------------
 
 
-class SecondReference(nn.Module):
-    """Edits a buffer by a tuple, of which the sum in backward knows nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.statistics = (self.mean,)
-
-    def edit(self, mean: torch.Tensor) -> None:
-        self.statistics[0].mul_(0.9).add_(mean)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.edit(x.detach().mean(0))
-        return self.linear(x).tanh() + self.mean
-
-
-class SecondReferencePastAutograd(SecondReference):
-    def edit(self, mean: torch.Tensor) -> None:
-        self.statistics[0].data.mul_(0.9).add_(mean)
-
-
-@pytest.mark.parametrize("kind", [SecondReference, SecondReferencePastAutograd])
-def test_a_buffer_edited_by_a_second_reference_is_refused_and_edited_once(kind: type[nn.Module]) -> None:
-    net = nn.Sequential(kind(), kind())
-    session = Recomputing(EVERY, classes=(kind.__name__,))
-    session.register(net)
-    with session.saved():
-        loss = net(floats(2, 5, WIDTH)).sum()
-    before = [buffer.clone() for buffer in net.buffers()]
-    for _ in range(2):
-        with pytest.raises(RecomputeError, match=f"it edits {kind.__name__}.mean, a buffer, by a second reference"):
-            loss.backward()
-        assert_identical([*net.buffers()], before)
-    assert all(parameter.grad is None for parameter in net.parameters())
-
-
 class Viewing(nn.Module):
     """Saves nothing of its weight but a small part."""
 

@@ -50,13 +50,6 @@ class Block(nn.Module):
         """To be compared after the training."""
 
 
-class Named(dict[str, int]):
-    """Refuses to be emptied."""
-
-    def clear(self) -> None:
-        raise AssertionError
-
-
 class Doubling(dict[str, float]):
     """Shows other values than it has."""
 
@@ -76,41 +69,29 @@ class Remembering(Block):
 
     def prepare(self) -> None:
         self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
-        self.calls, self.seen, self.kinds, self.recent = 0, [0], {0}, deque([0], maxlen=3)
-        self.counts, self.named, self.scales, self.order = OrderedDict(first=0), Named(), Doubling(), Reversed([1, 2])
-        self.losses: list[torch.Tensor] = []  # in whose place the model puts a new list before backward
-        self.outputs: list[torch.Tensor] = []  # filled past the attribute
-        self.elsewhere = (self.outputs,)
+        self.calls, self.scales, self.order = 0, Doubling(first=1.0), Reversed([1, 2])
+        self.loss = torch.zeros(())  # computed anew in each call
         self.generator = torch.Generator().manual_seed(3)
         random.seed(4)
         np.random.seed(4)
         self.own, self.old, self.new = random.Random(5), np.random.RandomState(5), np.random.default_rng(5)
-        for name in ("by_data", "by_numpy", "by_norm", "replaced", "shared"):
+        for name in ("by_data", "by_numpy", "by_norm", "replaced", "shared", "elsewhere"):
             self.register_buffer(name, torch.ones(WIDTH))
         with torch.inference_mode():
             self.register_buffer("evaluated", torch.ones(WIDTH))
         self.part = nn.Module()
         self.part.register_buffer("shared", self.shared)
+        self.statistics = (self.elsewhere, self.elsewhere.view(2, -1))
 
     def factor(self, x: torch.Tensor) -> Any:
         return self._counted(x) * self._drawn() + self._statistics(x.detach().mean(0)) + self.part.shared
 
     def _counted(self, x: torch.Tensor) -> float:
         self.calls += 1
-        for numbers in (self.seen, self.recent, self.order):
-            numbers.append(len(self.seen))
-        # What is done twice shows: the second time takes the element out again, and adds another key.
-        self.kinds.symmetric_difference_update({self.calls})
-        self.counts[f"key {len(self.counts)}"] = 1
-        self.counts.move_to_end("first")
-        self.named["count"] = self.named.get("count", 0) + 1
-        self.scales["first"] = self.scales.get("first", 1.0) + 0.25
-        for tensors in (self.losses, self.elsewhere[0]):
-            tensors.append(x.square().mean())
+        self.loss = x.square().mean() + self.loss.detach() / 2
         if not hasattr(self, "made_once"):
             self.made_once = float(x.detach().mean()) + 1
-        sizes = (self.calls, len(self.seen), sum(self.kinds), self.recent[0], len(self.counts), self.named["count"])
-        return (sum(sizes) + self.scales["first"] + self.order[0] + len(self.losses)) * self.made_once
+        return (self.calls + self.scales["first"] + self.order[0] + float(self.loss.detach())) * self.made_once
 
     def _drawn(self) -> torch.Tensor:
         sources: Any = (random, np.random, self.own, self.old, self.new)
@@ -119,15 +100,16 @@ class Remembering(Block):
     def _statistics(self, mean: torch.Tensor) -> float:
         self.replaced = 0.9 * self.replaced + 0.1 * mean
         self.shared.mul_(0.9).add_(mean)
+        self.statistics[0].mul_(0.9).add_(mean)  # by another reference to a buffer, and by a view of it
+        self.statistics[1].data.mul_(0.5)
         self.by_data.data.mul_(0.9).add_(mean)  # these three past autograd
         self.by_numpy.numpy()[:] += mean.numpy()
         nn.functional.batch_norm(mean.expand(4, WIDTH), self.by_norm, torch.ones(WIDTH), training=True)
         return sum(float(buffer.sum()) for buffer in self.buffers())
 
     def state(self) -> Any:
-        kept = self.calls, self.seen, sorted(self.kinds), list(self.recent), list(self.counts), dict(self.named)
-        more = self.scales["first"], self.order[:], len(self.losses), len(self.outputs), self.made_once
-        return [*kept, *more, self._drawn(), *(buffer.clone() for buffer in self.buffers())]
+        kept = self.calls, self.scales["first"], self.order[:], self.loss.detach(), self.made_once
+        return [*kept, self._drawn(), *(buffer.clone() for buffer in self.buffers())]
 
 
 class Net(nn.Module):
@@ -142,7 +124,7 @@ class Net(nn.Module):
         loss = x.square().mean()
         for block in self.blocks:
             if isinstance(block, Remembering):
-                loss, block.losses = loss + sum(block.losses), []
+                loss = loss + block.loss
         return loss
 
 
@@ -398,6 +380,75 @@ REFUSED: dict[type[Block], tuple[type[Exception], str]] = {
     EditsTensor: (ConfigError, "a EditsTensor edits EditsTensor.sum in place"),
     EditsWeight: (ConfigError, "a EditsWeight edits Linear.bias in place"),
 }
+
+
+EDITED: dict[str, Case] = {
+    "list": (lambda: [1], lambda value: value.append(2) or len(value)),
+    "list of a class of its own": (lambda: Reversed([1]), lambda value: value.append(2) or len(value)),
+    "item of a list": (lambda: [1.0], lambda value: value.__setitem__(0, value[0] + 1) or value[0]),
+    "deque": (lambda: deque([1], maxlen=3), lambda value: value.append(len(value)) or len(value)),
+    "set": (lambda: {0}, lambda value: value.add(len(value)) or len(value)),
+    "dict": (lambda: {"a": 1}, lambda value: value.update(b=len(value)) or len(value)),
+    "order of a dict": (lambda: OrderedDict(a=1, b=2), lambda value: value.move_to_end("a") or len(value)),
+    "list by another reference": (lambda: [1], lambda value: [value][0].append(2) or len(value)),
+}
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_a_block_that_edits_a_container_is_an_error_or_kept(name: str, tmp_path: Path) -> None:
+    kind = block_of(*EDITED[name])
+    got = recomputed(training(kind, kind), tmp_path)
+    assert got.type == ConfigError.__name__
+    assert "a Remembering edits Remembering.memory in place, so that it cannot be recomputed" in got.text
+    program = training(kind, kind)
+    with open_offloader(tmp_path, AUTO) as offloader:
+        assert_identical(outcome(program, Session.of(offloader, AUTO)), plainly(program))
+
+
+class Collects(Block):
+    """Its list is filled by the model: with what other calls have computed."""
+
+    def prepare(self) -> None:
+        self.memory: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize(
+    ("is_detached", "is_between", "text"),
+    [
+        (True, True, "Collects.memory has other items than in forward"),
+        (True, False, ""),
+        (False, False, "Collects.memory holds tensors that an earlier call has computed; leave them there detached"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:block 'blocks.0'")
+def test_a_container_that_the_model_fills(is_detached: bool, is_between: bool, text: str, tmp_path: Path) -> None:
+    """Before backward it is refused; between steps the block goes on, unless the container holds graphs."""
+
+    def program(session: Session) -> Any:
+        torch.manual_seed(3)
+        net, seen = Net([Collects, Collects]), []
+        session.register(net)
+        for step in range(3):
+            with session.saved():
+                loss = net(floats(step, 6, WIDTH))
+            if is_between:
+                net.blocks[0].memory.append(loss.detach())
+            loss.backward()
+            session.end()
+            if not is_between:
+                net.blocks[0].memory.append(loss.detach() if is_detached else loss)
+            seen.append([loss.detach(), *(p.grad.clone() for p in net.parameters())])
+        return seen
+
+    expected = plainly(program)
+    if is_between:
+        got = recomputed(program, tmp_path)
+        assert (got.type, text in got.text) == (RecomputeError.__name__, True)
+    elif text:
+        with pytest.warns(UserWarning, match=text):
+            assert_identical(recomputed(program, tmp_path), expected)
+    else:
+        assert_identical(recomputed(program, tmp_path), expected)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from lightning_ssd.planning.residency import (
     MemoryOutlook,
     ResidencyUnit,
-    SpareMemory,
     choose_residents,
-    reconsider_residents,
     window_bytes,
 )
 
@@ -162,95 +160,3 @@ def test_short(held, available, is_short):
 )
 def test_what_is_in_memory_at_a_time(units, expected):
     assert window_bytes(units) == expected
-
-
-# -- again, after steps ----------------------------------------------------------------------------------------------
-
-
-def parsed(text):
-    return [one == "x" for one in text]
-
-
-@pytest.mark.parametrize(
-    ("before", "spare", "after"),
-    [
-        ("xxxxxxxx", 0, "xxxxxxxx"),
-        ("xxxxxxxx", 1000, "xxxxxxxx"),
-        ("xxxxxxxx", -1, ".x.x.xxx"),  # two are in flight from then on
-        ("x.x.x.x.", -1, "..x.x.x."),
-        ("x.x.x.x.", -10, "..x.x.x."),
-        ("x.x.x.x.", -11, "....x.x."),
-        ("x.xxxxx.", -10, "x.xx.xx."),
-        ("x.x.x.x.", -1000, "........"),
-        ("........", -1, "........"),
-        ("........", 9, "........"),
-        ("........", 10, "x......."),
-        ("x..x.x.x", 10, "xx.x.x.x"),
-        ("x.x.xxxx", 0, "x.x.xxxx"),
-        ("x.x.xxxx", 1, "xxxxxxxx"),  # nothing is in flight then
-    ],
-)
-def test_eight_blocks_again(before, spare, after):
-    found = reconsider_residents(frozen(*[10] * 8), parsed(before), spare_bytes=spare, in_flight_bytes=20)
-    assert drawn(found) == after
-
-
-@st.composite
-def decided(draw):
-    units = draw(MODELS)
-    return units, [draw(st.booleans()) for _ in units]
-
-
-@given(decided(), st.integers(-2000, 2000), st.integers(0, 100))
-@laws
-def test_units_only_leave_or_only_come_back(known, spare, in_flight):
-    units, before = known
-    after = reconsider_residents(units, before, spare_bytes=spare, in_flight_bytes=in_flight)
-    changes = [now - then for then, now in zip(before, after, strict=True)]
-    assert all(change * spare >= 0 for change in changes)
-    if spare < 0:
-        freed = sum(unit.weight_bytes for unit, change in zip(units, changes, strict=True) if change)
-        assert freed >= -spare + in_flight * all(before) or not any(after)
-    elif not all(after):
-        assert sum(unit.nbytes for unit, change in zip(units, changes, strict=True) if change) <= spare
-    else:
-        assert kept_bytes(units, after) - kept_bytes(units, before) <= spare + in_flight or all(before)
-
-
-@given(decided(), st.integers(-2000, 2000))
-@laws
-def test_frozen_ones_leave_first_and_come_back_last(known, spare):
-    units, before = known
-    after = reconsider_residents(units, before, spare_bytes=spare, in_flight_bytes=0)
-    moved = {unit.is_trained for unit, then, now in zip(units, before, after, strict=True) if then is not now}
-    if spare < 0 and True in moved:
-        assert all(unit.is_trained for unit, stay in zip(units, after, strict=True) if stay)
-    if spare > 0 and False in moved:
-        assert not any(unit.is_trained for unit, stay in zip(units, after, strict=True) if not stay)
-
-
-def test_lacking_memory_is_told_at_once_and_spare_memory_after_many_steps():
-    memory = SpareMemory()
-    assert memory.judge(1000, 1020) == 0, "within the tolerance"
-    assert memory.judge(1000, 1021) == -21
-    assert [memory.judge(1000, 800 if step else 700) for step in range(63)] == [0] * 63
-    assert memory.judge(1000, 750) == 150, "the least of them, but for a part that stays free"
-    assert [memory.judge(1000, 700) for _ in range(63)] == [0] * 63
-
-
-def test_a_need_that_comes_and_goes_moves_units_ever_more_seldom():
-    """Another process takes memory for 100 steps, and then leaves it alone for as long."""
-    memory, moves = SpareMemory(), []
-    kept, unit = 1000, 100
-    for step in range(20_000):
-        usable = 1500 if step // 100 % 2 else 1200
-        spare = memory.judge(usable, kept + 300)
-        if spare < 0:
-            kept -= -(spare // unit) * unit
-            moves.append(step)
-        elif spare >= unit:
-            kept += spare // unit * unit
-            memory.came_back()
-            moves.append(step)
-    assert len(moves) <= 8
-    assert kept <= 900

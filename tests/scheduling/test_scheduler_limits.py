@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightning_ssd.common.formatting import as_setting
 from lightning_ssd.errors import BudgetError
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
@@ -108,43 +109,17 @@ def test_an_impossible_memory_budget_names_what_else_is_in_memory():
     refusal(make_trace(other=other), match=match, memory_budget=other + NBYTES // 2)
 
 
-def test_before_a_budget_is_refused_others_are_asked_to_make_room():
-    asked = []
-
-    def make_room(nbytes):
-        asked.append(nbytes)
-        return len(asked) == 1
-
-    with opened(memory_budget=8 * NBYTES) as made:
-        made.make_room = make_room
-        planned(made, make_trace(other=8 * NBYTES))
-        assert asked == [smallest_budget(make_trace(), made.machine, PlanObjective())]
-        assert made.cursor("a", level_bytes=0, available_bytes=1 << 40)[1], "what is left is looked at again"
-        run_pass(made, make_trace(other=8 * NBYTES))
-        with pytest.raises(BudgetError):
-            made.wait()
-    assert len(asked) == 2
-
-
-def test_where_the_budget_of_activations_is_in_the_way_nobody_else_is_asked():
-    asked = []
-    for budgets in ({"activation_budget": 1}, {"activation_budget": 1, "memory_budget": 100 * NBYTES}):
-        with opened(**budgets) as made:
-            made.make_room = lambda nbytes: asked.append(nbytes) is None
-            run_pass(made, make_trace())
-            with pytest.raises(BudgetError):
-                made.wait()
-    assert asked == []
-
-
 @pytest.mark.parametrize(
-    ("budget", "have_states_stay", "is_advised"),
+    ("budget", "stays", "is_advised"),
     [("memory_budget", True, True), ("memory_budget", False, False), ("activation_budget", True, False)],
 )
-def test_states_that_stay_are_named_where_they_are_in_the_way(budget, have_states_stay, is_advised):
+def test_what_could_leave_is_named_where_it_is_in_the_way(budget, stays, is_advised):
     limit = NBYTES // 2 + (7 * NBYTES if budget == "memory_budget" else 0)
-    error = refusal(make_trace(other=7 * NBYTES), **{budget: limit}, have_states_stay=have_states_stay)
-    assert ('optimizer_states="offload"' in str(error)) is is_advised
+    options = {budget: limit, "have_states_stay": stays, "make_weights_room": stays}
+    error = str(refusal(make_trace(other=7 * NBYTES), **options))
+    smallest = as_setting(smallest_budget(make_trace(), FAST, PlanObjective()))
+    weights = f"or set activation_budget={smallest}, for which weights leave when a model is registered"
+    assert ('optimizer_states="offload"' in error) is (weights in error) is is_advised
 
 
 @pytest.mark.parametrize("other", [7 * NBYTES, 4000 * NBYTES])

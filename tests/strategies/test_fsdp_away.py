@@ -21,10 +21,8 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadF
 from lightning_ssd.common.dtensor import local_of, sharded_of
 from lightning_ssd.errors import ConfigError, OutOfSpaceError
 from lightning_ssd.memory import gauge
-from lightning_ssd.parameters import step_memory
-from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
+from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
-from lightning_ssd.planning import residency
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
 from tests.support.trainers import make_trainer, one_thread
@@ -93,9 +91,8 @@ def run(
     *,
     steps: int = 3,
     between: Between = lambda model, step: None,
-    is_watched: bool = False,
 ) -> dict[str, Any]:
-    """Train; ``between`` backward and update. ``is_watched``: the offloader is told of what forward saves."""
+    """Train; ``between`` backward and update."""
     optimizer: Any = torch.optim.AdamW([shard.parameter for shard in sharded_of(model)], lr=1e-2)
     if offloader is not None:
         offloader.register_module(model)
@@ -103,8 +100,7 @@ def run(
     found: dict[str, Any] = {"losses": [], "gradients": []}
     for step in range(steps):
         x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-        with offloader.saved_tensors() if offloader is not None and is_watched else nullcontext():
-            loss = model(x).square().mean()
+        loss = model(x).square().mean()
         loss.backward()
         if offloader is not None:
             offloader.end_backward()
@@ -290,7 +286,7 @@ def test_a_full_drive_keeps_gradients_in_memory(
     offloader = opened()
     place, num = WeightFiles.map_new, [0]
 
-    def full(self: WeightFiles, nbytes: int, start: int = 0) -> MappedStorage:
+    def full(self: WeightFiles, nbytes: int, start: int = 0) -> FiledStorage:
         num[0] += 1
         if num[0] > 3:
             raise OutOfSpaceError(28, "no room")
@@ -352,13 +348,11 @@ def test_with_auto_as_many_wait_as_memory_lacks(
     assert offloader.stats.weights_kept_bytes == (7 - num_waiting) * WIDTH * WIDTH * 4
 
 
-def test_shards_leave_and_come_back_as_memory_lacks(
+def test_shards_leave_and_come_back_when_the_model_is_registered_again(
     mesh: Any, opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, waiting = {"available": 1 << 40}, []
     monkeypatch.setattr(gauge, "host_available_bytes", lambda cached: memory["available"])
-    monkeypatch.setattr(step_memory, "_REST_S", 0.0)
-    monkeypatch.setattr(residency, "_PATIENCE", 2)
     expected = run(sharded(mesh), None, steps=12)
     offloader = opened(parameters="auto", gradients="auto")
 
@@ -366,9 +360,11 @@ def test_shards_leave_and_come_back_as_memory_lacks(
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         in_files = sum(is_mapped(local_of(gradient).untyped_storage()) for gradient in gradients)
         waiting.append((sum(is_mapped(local.untyped_storage()) for local in locals_of(model)), in_files))
-        memory["available"] = 0 if 2 <= step < 6 else 1 << 40
+        if step in (2, 6):
+            memory["available"] = 0 if step == 2 else 1 << 40
+            offloader.register_module(model)
 
-    assert_identical(run(sharded(mesh), offloader, steps=12, between=between, is_watched=True), expected)
+    assert_identical(run(sharded(mesh), offloader, steps=12, between=between), expected)
     assert waiting[2] == (0, 0)
     assert waiting[6] == (7, 7)
     assert waiting[-1] == (0, 0)
@@ -438,6 +434,16 @@ def test_a_gpu_is_refused_before_processes_start(parameters: Any) -> None:
     strategy.parallel_devices = [torch.device("cuda", number) for number in range(2)]
     strategy.cluster_environment = LightningEnvironment()
     message = r"FSDPStrategy got OffloadPolicy.parameters='.*' on 'cuda:0', and .*\. Write parameters='keep'"
+    with pytest.raises(ConfigError, match=message):
+        strategy._configure_launcher()
+
+
+def test_a_full_checkpoint_of_offloaded_states_is_refused_on_a_gpu() -> None:
+    policy = OffloadPolicy(optimizer_states="offload")
+    strategy = SSDOffloadFSDPStrategy(policy=policy, save_distributed_checkpoint=False)
+    strategy.parallel_devices = [torch.device("cuda", number) for number in range(2)]
+    strategy.cluster_environment = LightningEnvironment()
+    message = "got save_distributed_checkpoint=False .* on 'cuda:0': .*consolidate_checkpoint DIRECTORY makes one file"
     with pytest.raises(ConfigError, match=message):
         strategy._configure_launcher()
 

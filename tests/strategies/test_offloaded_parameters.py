@@ -16,9 +16,7 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, OffloadPolicy, SSDOffloadStrategy
 from lightning_ssd.memory import gauge
-from lightning_ssd.parameters import step_memory
 from lightning_ssd.parameters.device_weights import DeviceWeights
-from lightning_ssd.planning import residency
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
@@ -166,39 +164,6 @@ def test_with_auto_as_many_wait_as_memory_lacks(
     assert ours.stats.weights_bytes == num_waiting * BLOCK_BYTES
     assert ours.stats.weights_kept_bytes == (3 - num_waiting) * BLOCK_BYTES
     assert (ours.stats.bytes_written > 0) is (num_waiting > 0)
-    assert_nothing_left(tmp_path)
-
-
-class Scarce(L.Callback):
-    """From the second batch on the machine has no memory left, and from the fifth on much."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.available_bytes = 1 << 40
-        self.waiting: list[int] = []
-        monkeypatch.setattr(gauge, "host_available_bytes", lambda cached: self.available_bytes)
-        monkeypatch.setattr(step_memory, "_REST_S", 0.0)
-        monkeypatch.setattr(residency, "_PATIENCE", 2)
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.waiting.append(trainer.strategy.stats.weights_bytes)
-        self.available_bytes = 0 if 2 <= len(self.waiting) < 5 else 1 << 40
-
-
-@pytest.mark.parametrize(
-    ("make", "more"),
-    [(Tuned, {}), (Net, {"precision": "bf16-mixed"}), (Net, {"accumulate_grad_batches": 2})],
-)
-def test_memory_that_becomes_scarce_in_the_middle_of_training(
-    make: type[L.LightningModule], more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {} if make is Tuned else {"gradients": "auto", "optimizer_states": "offload"}
-    _, expected = fit(make, "auto", tmp_path, max_epochs=4, **more)
-    scarce = Scarce(monkeypatch)
-    ours = strategy(tmp_path, parameters="auto", activations="auto", **options)
-    _, module = fit(make, ours, tmp_path, max_epochs=4, callbacks=[scarce], **more)
-    assert_identical(result(module), result(expected))
-    assert scarce.waiting[0] == scarce.waiting[-1] == 0
-    assert max(scarce.waiting) >= 3 * BLOCK_BYTES
     assert_nothing_left(tmp_path)
 
 

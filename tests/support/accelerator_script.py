@@ -13,8 +13,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.accelerators import (
+    Accelerator,
     CudaAccelerator,
-    GenericAccelerator,
     accelerator_of,
     current_device,
     device_types,
@@ -35,7 +35,7 @@ DEVICE = torch.device("bare", 0)
 
 def look(directory: str) -> None:
     assert device_types() == ("cpu", "cuda", "bare")
-    assert isinstance(accelerator_of(DEVICE), GenericAccelerator)
+    assert isinstance(accelerator_of(DEVICE), Accelerator)
     assert isinstance(accelerator_of(torch.device("cuda", 0)), CudaAccelerator)
     assert current_device() == DEVICE == with_index(torch.device("bare"))
     set_current_device(DEVICE)
@@ -44,12 +44,12 @@ def look(directory: str) -> None:
     assert (read_memory(DEVICE).device_bytes, read_memory(DEVICE).device_peak_bytes) == (None, None)
     assert not reset_device_peak(DEVICE)
     signature_of((), torch.nn.Linear(1, 1))
-    use_streams(GenericAccelerator(DEVICE))
+    use_streams(Accelerator(DEVICE))
     be_refused(directory)
     train_on_the_cpu(directory)
 
 
-def use_streams(accelerator: GenericAccelerator) -> None:
+def use_streams(accelerator: Accelerator) -> None:
     with accelerator.as_current():
         stream = accelerator.new_stream()
         assert type(stream) is type(accelerator.current_stream()) is torch.Stream

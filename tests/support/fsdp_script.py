@@ -335,36 +335,6 @@ class Saves(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
-class Collects(L.Callback):
-    """Full states are those that the base class collects in memory; ours come from the drive."""
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        strategy = trainer.strategy
-        optimizer = strategy.optimizers[0]
-        expected = ModelParallelStrategy.optimizer_state(strategy, optimizer)
-        found = strategy.optimizer_state(optimizer)
-        if RANK == 0:
-            tensors = [value for state in found["state"].values() for value in state.values()]
-            assert not any(isinstance(tensor, DTensor) for tensor in tensors)
-            assert all(is_of_a_file(tensor) for tensor in tensors if tensor.nbytes >= 4096)
-        for name in ("state", "param_groups"):
-            assert_identical(sorted_states(found.get(name)), sorted_states(expected.get(name)))
-
-
-def is_of_a_file(tensor: torch.Tensor) -> bool:
-    """Whether its memory shows a file."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        bounds, _, _, _, inode, *_ = line.split()
-        start, end = (int(bound, 16) for bound in bounds.split("-"))
-        if start <= tensor.data_ptr() < end:
-            return inode != "0"
-    raise AssertionError("a tensor without memory")
-
-
-def sorted_states(states: Any) -> Any:
-    return dict(sorted(states.items())) if isinstance(states, dict) else states
-
-
 def resumed(
     make: type[Net],
     directory: Path,
@@ -381,8 +351,7 @@ def resumed(
     for saver in savers:
         path = directory / f"{make.__name__}-{saver}-{distributed}.ckpt"
         strategy = strategies[saver](sizes, distributed=distributed)
-        callbacks = [Saves(path), *([Collects()] if saver == "ours" and not distributed and not policy else [])]
-        fit(make, strategy, directory, devices=2, max_epochs=1, callbacks=callbacks)
+        fit(make, strategy, directory, devices=2, max_epochs=1, callbacks=[Saves(path)])
         assert path.is_dir() == distributed
         for load in strategies.values():
             L.seed_everything(8, verbose=False)

@@ -15,11 +15,9 @@ from torch import nn
 from lightning_ssd import Offloader, OffloadPolicy
 from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.memory import gauge
-from lightning_ssd.parameters import step_memory
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.parameters.guard.guard import is_guarded
-from lightning_ssd.parameters.step_memory import StepMemory
-from lightning_ssd.planning import residency, update_memory
+from lightning_ssd.planning import update_memory
 from lightning_ssd.planning.update_memory import update_bytes
 from tests.support.offloaders import offloaders
 from tests.support.weight_loops import MIN_TENSOR, NUM_BLOCKS, WIDTH, Loop, built
@@ -69,8 +67,6 @@ class Place:
     def __init__(self, make: Callable[..., Offloader]) -> None:
         self._make = make
         self.models: list[nn.Module] = []
-        self.rise_bytes = 0
-        """What a step takes besides the weights, from its beginning to its worst moment."""
 
     def open(self, *modules: nn.Module, **options: Any) -> Offloader:
         self.models += modules
@@ -106,10 +102,6 @@ class Place:
         """By something else."""
         raise NotImplementedError
 
-    def lack(self, nbytes: int) -> None:
-        """From the next step on, so much more is taken than is usable where all weights stay."""
-        raise NotImplementedError
-
 
 class Host(Place):
     """The memory of a machine."""
@@ -123,7 +115,6 @@ class Host(Place):
         patch.setattr(gauge, "host_available_bytes", lambda cached: self.available_bytes)
         patch.setattr(gauge, "anonymous_bytes", lambda: self.held_bytes)
         patch.setattr(gauge, "level_bytes", lambda device: self.held_bytes)
-        patch.setattr(gauge, "free_heap_bytes", lambda: 0)
 
     def waits(self, tensor: torch.Tensor) -> bool:
         return is_mapped(tensor.untyped_storage())
@@ -138,24 +129,6 @@ class Host(Place):
         self.held_bytes, self.available_bytes = nbytes, available
 
 
-class RunningHost(Host):
-    """A machine of ten GiB, of which nine are usable, while steps run."""
-
-    def __init__(self, make: Callable[..., Offloader], patch: pytest.MonkeyPatch) -> None:
-        super().__init__(make, patch)
-        held = lambda *_: self._held() + self.rise_bytes  # noqa: E731  # as in the middle of a step, also when one begins
-        patch.setattr(gauge, "host_available_bytes", lambda cached: 10 * GIB - held())
-        patch.setattr(gauge, "anonymous_bytes", held)
-        patch.setattr(gauge, "level_bytes", held)
-        patch.setattr(gauge, "free_heap_bytes", lambda: self.rise_bytes)
-
-    def _held(self) -> int:
-        return GIB - sum(p.nbytes for m in self.models for p in m.parameters() if is_mapped(p.untyped_storage()))
-
-    def lack(self, nbytes: int) -> None:
-        self.rise_bytes = 8 * GIB + nbytes
-
-
 class Card(Place):
     """A device's memory: the weights of some models lie there, as far as they have memory."""
 
@@ -168,11 +141,9 @@ class Card(Place):
         self.on_host: list[StorageKey] = []
         """Storages that have not been moved there."""
         self.others_bytes = 0
-        self.peak_bytes = 0
         patch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 17)  # an update in many parts
         patch.setattr(gauge, "level_bytes", self.held_bytes)
         patch.setattr(gauge, "available_bytes", self.available_bytes)
-        patch.setattr(gauge, "peak_bytes", lambda device: self.peak_bytes)
 
     def stays_on_host(self, model: nn.Module) -> None:
         """Until it is moved."""
@@ -202,48 +173,14 @@ class Card(Place):
         self.others_bytes, self.capacity_bytes = nbytes, nbytes + available
 
 
-class RunningCard(Card):
-    """One of ten GiB, while steps run."""
-
-    def __init__(self, make: Callable[..., Offloader], patch: pytest.MonkeyPatch) -> None:
-        super().__init__(make, patch)
-        self.capacity_bytes: int = 10 * GIB
-        real = StepMemory.end
-
-        def end(memory: StepMemory, *, is_seen: bool) -> None:
-            """As if it had been seen while the step ran."""
-            self.others_bytes += self.rise_bytes
-            memory._next_look_s = 0.0
-            memory.look()
-            self.others_bytes -= self.rise_bytes
-            real(memory, is_seen=is_seen)
-
-        patch.setattr(StepMemory, "end", end)
-
-    def lack(self, nbytes: int) -> None:
-        everything = sum({storage_of(p)._cdata: p.nbytes for m in self.models for p in m.parameters()}.values())
-        self.rise_bytes = int(0.9 * self.capacity_bytes) - everything + nbytes
-
-
-KINDS = {"host": Host, "device": Card, "running host": RunningHost, "running device": RunningCard}
+KINDS = {"host": Host, "device": Card}
 
 
 @contextmanager
 def opened_place(kind: str, directory: Path, patch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A place of that kind. While one runs, each step is watched, and counts alone."""
-    if kind.startswith("running"):
-        tell_at_once(patch)
-    with offloaders(directory, policy, is_late=kind.endswith("device")) as make:
+    """A place of that kind."""
+    with offloaders(directory, policy, is_late=kind == "device") as make:
         yield KINDS[kind](make, patch)
-
-
-def tell_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Each step is watched, and counts alone."""
-    patch.setattr(step_memory, "_REST_S", 0.0)
-    patch.setattr(step_memory, "_NUM_STEPS", 1)
-    patch.setattr(residency, "_TOLERANCE", 0.0)
-    patch.setattr(residency, "_AMPLE_SHARE", 0.0)
-    patch.setattr(residency, "_PATIENCE", 3)
 
 
 def register(loop: Loop, offloader: Offloader) -> None:

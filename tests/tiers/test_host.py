@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_ssd.common.accelerators import CudaAccelerator, GenericAccelerator
+from lightning_ssd.common.accelerators import Accelerator, CudaAccelerator
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.storage.posix import PosixBackend
@@ -182,7 +182,7 @@ class TestNumbers:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnCuda:
-    @pytest.mark.parametrize("kind", [CudaAccelerator, GenericAccelerator])
+    @pytest.mark.parametrize("kind", [Accelerator, CudaAccelerator])
     def test_exact_behind_a_busy_stream(self, kind):
         device = torch.device("cuda", torch.cuda.current_device())
         accelerator = kind(device)

@@ -16,14 +16,13 @@ import os
 import struct
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from lightning_ssd.common.tensors import StorageKey, can_count_holders, use_count
 
-__all__ = ["FileMapping", "FileSlices", "file_slices", "private_mapping"]
+__all__ = ["FileSlices", "file_slices"]
 
 _WORD_BYTES = 8
 _NUM_WORDS = 5
@@ -50,30 +49,12 @@ class _Held(NamedTuple):
     in_python: int
 
 
-class FileMapping(NamedTuple):
-    """Where a range of memory comes from."""
-
-    start: int
-    stop: int
-    offset: int
-    """In the file, of the start."""
-    device: int
-    inode: int
-    path: Path
-
-    def offset_of(self, address: int, nbytes: int) -> int | None:
-        """In the file, of a part of the memory; ``None``: it is not all in here."""
-        is_within = self.start <= address and address + nbytes <= self.stop
-        return self.offset + address - self.start if is_within else None
-
-
 class FileSlices:
     """All slices of one mapped file that a module's parameters and buffers lie in."""
 
     def __init__(self, whole: int) -> None:
         self._whole = whole
         self._known: list[tuple[StorageKey, int, int]] = []
-        self._mapping: FileMapping | None = None
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """A slice that is one of the module's."""
@@ -91,13 +72,6 @@ class FileSlices:
         if any(key.cdata != storage._cdata and begin < stop and start < end for key, begin, end in alive):
             return "another weight lies in the same bytes of the file that it shows"
         return None
-
-    @property
-    def mapping(self) -> FileMapping | None:
-        """The mapping that the first one shows; ``None``: the system does not tell, or it is no private mapping."""
-        if self._mapping is None:
-            self._mapping = private_mapping(self._known[0][1])
-        return self._mapping
 
 
 def file_slices(storages: Iterable[torch.UntypedStorage]) -> dict[int, FileSlices]:
@@ -155,17 +129,3 @@ def _held(whole: int, num_slices: int) -> _Held:
 
 def _words(address: int) -> tuple[int, ...]:
     return struct.unpack(f"{_NUM_WORDS}Q", ctypes.string_at(address, _NUM_WORDS * _WORD_BYTES))
-
-
-def private_mapping(address: int) -> FileMapping | None:
-    """The private mapping of a file that an address lies in."""
-    for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
-        fields = line.split(maxsplit=5)
-        start, stop = (int(number, 16) for number in fields[0].split("-"))
-        if start <= address < stop:
-            if len(fields) < 6 or not fields[1].endswith("p") or not int(fields[4]):
-                return None
-            major, minor = (int(number, 16) for number in fields[3].split(":"))
-            offset, inode = int(fields[2], 16), int(fields[4])
-            return FileMapping(start, stop, offset, os.makedev(major, minor), inode, Path(fields[5]))
-    return None

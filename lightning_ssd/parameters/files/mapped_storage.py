@@ -11,7 +11,6 @@ import io
 import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,14 +22,14 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES, libc
 from lightning_ssd.storage.spill_file import Arena, Extent
 
-__all__ = ["FiledStorage", "MappedStorage", "filed_storage", "is_mapped", "unreadable", "write_refusal"]
+__all__ = ["FiledStorage", "filed_storage", "is_mapped", "unreadable", "write_refusal"]
 
 _WAIT_BEFORE, _WRITE = 1, 2  # SYNC_FILE_RANGE_WAIT_BEFORE and SYNC_FILE_RANGE_WRITE
 _sync_file_range: Callable[..., int] | None = getattr(libc, "sync_file_range", None)
 
-_mapped: dict[int, tuple[StorageKey, weakref.ref[MappedStorage]]] = {}
+_mapped: dict[int, tuple[StorageKey, weakref.ref[FiledStorage]]] = {}
 """All that there are in this process, open or not, by the address of their storages."""
-_never_private: list[MappedStorage] = []
+_never_private: list[FiledStorage] = []
 
 
 def is_mapped(storage: torch.UntypedStorage) -> bool:
@@ -49,26 +48,32 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class MappedStorage(ABC):
-    """One storage whose memory shows a part of a file, so that its pages may leave and come back at any moment.
+class FiledStorage:
+    """One storage whose memory shows a part of a file of ours, so that its pages may leave and come back at any moment.
 
-    A touch finds the bytes, and what is written to it is kept, also through a view.
+    A touch finds the bytes. The mapping is shared with the file: what is written to the memory goes there, also through
+    a view.
 
     Args:
         view: the memory.
-        start: where in the view it begins.
+        arena: has the file.
+        extent: where in the file.
         nbytes: of the storage.
+        start: where in the extent it begins.
     """
 
     key: StorageKey
-    start: int
-    """Where in its pages it begins."""
 
-    def __init__(self, view: FileView, start: int, nbytes: int) -> None:
+    def __init__(self, view: FileView, arena: Arena, extent: Extent, nbytes: int, *, start: int = 0) -> None:
         self.nbytes = nbytes
-        self._view: FileView | None = view
         self.start = start
-        self._shown_bytes = round_up(start + nbytes, PAGE_BYTES)
+        self.arena = arena
+        self._view: FileView | None = view
+        self._fd = arena.fd  # a forked child has it too, and may not ask the arena
+        self._extent = extent
+        self._is_private = False
+        # Guards that it becomes private against a thread that takes pages out. A leaf lock.
+        self._sharing = threading.RLock()
 
     def show(self) -> torch.UntypedStorage:
         """A storage over the memory, to which :attr:`key` refers weakly from then on.
@@ -93,13 +98,16 @@ class MappedStorage(ABC):
         """
         view = self._view  # once: another thread may forget it meanwhile
         if view is not None:
-            view.bring_in(0, self._shown_bytes)
+            view.bring_in(0, self._extent.nbytes)
 
     def bring_in_to_stay(self) -> None:
         """As :meth:`bring_in`, and so that the system takes it back late, although it was not used yet."""
         self.bring_in()
+        with self._sharing:
+            view = self._view  # once, as in bring_in
+            if view is not None and not self._is_private:
+                view.bring_in_again(0, self._extent.nbytes)
 
-    @abstractmethod
     def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
         """Have the bytes come to the system's page cache. Blocks.
 
@@ -110,51 +118,10 @@ class MappedStorage(ABC):
         Raises:
             OSError: the drive refuses.
         """
-
-    @abstractmethod
-    def send_out(self) -> None:
-        """Take the pages out of this process, unless something would be lost."""
-
-    @abstractmethod
-    def make_private(self) -> None:
-        """Whatever is written to the memory from now on stays in this process; the pages are sent out no more, nor
-        writes to the file. Idempotent.
-        """
-
-    @abstractmethod
-    def hide(self) -> None:
-        """In a fork: hide what the parent writes, if it still may."""
-
-    def forget(self) -> None:
-        """Unmap the memory of a storage that is held no more, then give its place in the file back. Idempotent."""
-        self._view = None
-
-
-class FiledStorage(MappedStorage):
-    """In a file of ours. The mapping is shared with it: what is written to the memory goes there.
-
-    Args:
-        view: the memory.
-        arena: has the file.
-        extent: where in the file.
-        nbytes: of the storage.
-        start: where in the extent it begins.
-    """
-
-    def __init__(self, view: FileView, arena: Arena, extent: Extent, nbytes: int, *, start: int = 0) -> None:
-        super().__init__(view, start, nbytes)
-        self.arena = arena
-        self._fd = arena.fd  # a forked child has it too, and may not ask the arena
-        self._extent = extent
-        self._shown_bytes = extent.nbytes
-        self._is_private = False
-        # Guards that it becomes private against a thread that takes pages out. A leaf lock.
-        self._sharing = threading.RLock()
-
-    def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
         self.read_part(0, self.nbytes, scratch, is_wanted)
 
     def send_out(self) -> None:
+        """Take the pages out of this process, unless something would be lost."""
         self._send_out(0, self._extent.nbytes)
 
     def _send_out(self, start: int, nbytes: int) -> None:
@@ -164,13 +131,6 @@ class FiledStorage(MappedStorage):
             view = self._view
             if view is not None and not self._is_private:
                 view.send_out(start, nbytes)
-
-    def bring_in_to_stay(self) -> None:
-        self.bring_in()
-        with self._sharing:
-            view = self._view  # once, as in bring_in
-            if view is not None and not self._is_private:
-                view.bring_in_again(0, self._shown_bytes)
 
     def read_part(self, start: int, nbytes: int, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
         first, length = self._pages(start, nbytes)
@@ -210,7 +170,10 @@ class FiledStorage(MappedStorage):
                 _begin_writing(fd, self._extent.offset + first, length)
 
     def make_private(self) -> None:
-        """Where the system allows no more private memory, it stays as it is, which is as good, but for a fork."""
+        """Keep later writes to the memory in this process: no page leaves, and nothing is written to the file.
+
+        Idempotent. Where the system allows no more private memory, it stays as it is, which is as good, but for a fork.
+        """
         if self._is_private:  # as in a fork, in which no thread gives the lock back
             return
         with self._sharing:
@@ -224,6 +187,7 @@ class FiledStorage(MappedStorage):
             self._is_private = True
 
     def hide(self) -> None:
+        """In a fork: hide what the parent writes, if it still may."""
         if self._view is not None and not self._is_private:
             self._is_private = True
             self._view.hide()
@@ -251,8 +215,9 @@ class FiledStorage(MappedStorage):
                 raise as_storage_error(error, what) from error
 
     def forget(self) -> None:
+        """Unmap the memory of a storage that is held no more, then give its place in the file back. Idempotent."""
         if self._view is not None:  # else it was, and another storage may have the place by now
-            super().forget()
+            self._view = None
             self.arena.free(self._extent)
 
 
@@ -271,8 +236,7 @@ def filed_storage(tensor: torch.Tensor) -> FiledStorage | None:
         entry = _mapped.get(storage_of(tensor)._cdata)
     except (NotImplementedError, RuntimeError):  # it has no storage
         return None
-    found = None if entry is None else entry[1]()
-    return found if isinstance(found, FiledStorage) else None
+    return None if entry is None else entry[1]()
 
 
 def _begin_writing(fd: int, offset: int, nbytes: int) -> None:

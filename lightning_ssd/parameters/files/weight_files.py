@@ -22,7 +22,7 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import VECTOR_BYTES
-from lightning_ssd.parameters.files.mapped_storage import FiledStorage, MappedStorage, write_refusal
+from lightning_ssd.parameters.files.mapped_storage import FiledStorage, write_refusal
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 
@@ -148,8 +148,8 @@ class WeightFiles:
         files.next += 1
         return arena, arena.allocate(self._padded(nbytes))
 
-    def is_still(self, storage: MappedStorage) -> bool:
-        return isinstance(storage, FiledStorage) and storage.arena in self._still.arenas
+    def is_still(self, storage: FiledStorage) -> bool:
+        return storage.arena in self._still.arenas
 
     @property
     def _arenas(self) -> list[Arena]:

@@ -1,7 +1,5 @@
-"""Frozen weights that were mapped from a file wait in that file: nothing is written, and no bit is another one."""
+"""Weights that were mapped from a file of the user's wait in ours: theirs is not written, and bits stay the same."""
 
-import errno
-import os
 from contextlib import nullcontext
 
 import pytest
@@ -10,8 +8,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lightning_ssd.errors import StorageError
-from lightning_ssd.parameters.files import source_files
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from tests.parameters.test_paged_weights import (  # noqa: F401  # the policy is that of ``opened``
     _averaged,
@@ -22,7 +18,7 @@ from tests.parameters.test_paged_weights import (  # noqa: F401  # the policy is
     policy,
 )
 from tests.support.pairs import pairwise
-from tests.support.weight_loops import Net, batches, built, equal_weights, frozen, in_a_fork, same, train
+from tests.support.weight_loops import Net, built, equal_weights, frozen, same, train
 
 
 def saved(folder, *, num_shards=1, dtype=torch.float32):
@@ -62,24 +58,24 @@ def written_bytes(offloader):
     return sum(files.written_bytes())
 
 
-# -- the same bits, and nothing written ------------------------------------------------------------------------------
+# -- the same bits, and their file as it was -------------------------------------------------------------------------
 
 
 @pairwise("num_shards, dtype, activations", [1, 3], [torch.float32, torch.bfloat16], ["keep", "recompute_offload"])
-def test_training_has_the_bits_of_plain_pytorch_and_writes_no_weight(num_shards, dtype, activations, opened, folder):
+def test_training_has_the_bits_of_plain_pytorch_and_needs_no_file(num_shards, dtype, activations, opened, folder):
     paths = saved(folder, num_shards=num_shards, dtype=dtype)
-    before = contents(folder)
     plain, model = loaded(paths), loaded(paths)
-    places = [parameter.data_ptr() % 4096 for parameter in model.parameters()]
+    places = [parameter.data_ptr() % 64 for parameter in model.parameters()]
     expected = train(plain)
     offloader = opened(model, activations=activations)
+    for path in paths:
+        path.unlink()  # it is needed no more
     assert same(train(model, offloader), expected)
     assert equal_weights(model, plain)
     stats = offloader.stats
     assert 0 < stats.weights_resident_peak_bytes < stats.weights_bytes == large_bytes(model)
-    assert written_bytes(offloader) == 0
-    assert [parameter.data_ptr() % 4096 for parameter in model.parameters()] == places, "aligned as before"
-    assert contents(folder) == before
+    assert written_bytes(offloader) >= large_bytes(model)
+    assert [parameter.data_ptr() % 64 for parameter in model.parameters()] == places, "aligned as before"
 
 
 def test_weights_of_a_mapped_checkpoint(opened, spill_dir):
@@ -90,58 +86,15 @@ def test_weights_of_a_mapped_checkpoint(opened, spill_dir):
     offloader = opened(model)
     assert same(train(model, offloader), train(plain))
     assert offloader.stats.weights_bytes == large_bytes(model)
-    assert written_bytes(offloader) == 0
 
 
-def resident_bytes(tensor):
-    with open("/proc/self/pagemap", "rb", buffering=0) as table:
-        first, stop = tensor.data_ptr() // 4096, -(-(tensor.data_ptr() + tensor.nbytes) // 4096)
-        entries = os.pread(table.fileno(), 8 * (stop - first), 8 * first)
-    return 4096 * sum(flags >> 7 for flags in entries[7::8])
-
-
-def test_pages_leave_after_a_use_and_those_of_the_first_mapping_at_once(opened, folder):
-    model = loaded(saved(folder))
-    weights = [block.up.weight for block in model.blocks]
-    model(next(batches(1)))
-    old = [weight.detach().reshape(-1)[:0] for weight in weights]
-    assert all(resident_bytes(weight) >= weight.nbytes for weight in weights)
-    del old
-    offloader = opened(model)
-    train(model, offloader, steps=2)
-    offloader.send_out_weights()
-    assert sum(resident_bytes(weight) for weight in weights) == 0
-    assert weights[0].sum().isfinite()
-    assert resident_bytes(weights[0]) > 0
-
-
-def test_what_was_edited_before_goes_to_a_file_of_ours(opened, folder):
-    paths = saved(folder)
-    plain, model = loaded(paths), loaded(paths)
-    before = contents(folder)
-    for one in (plain, model):
-        one.blocks[2].up.weight.data.view(-1)[5] = 7.0
-    offloader = opened(model)
-    # What lies beside it may share a page with it.
-    assert 0 < written_bytes(offloader) < large_bytes(model) / 2
-    assert offloader.stats.weights_bytes == large_bytes(model)
-    assert same(train(model, offloader), train(plain))
-    assert contents(folder) == before
-
-
-@pytest.mark.parametrize(
-    ("edit", "verify"),
-    [
-        *((edit, "off") for edit in (_averaged, _past_autograd, _exchanged, _loaded, _unfrozen)),
-        (_past_autograd, "full"),
-    ],
-)
-def test_edits_between_steps_are_not_lost_not_in_the_file_and_no_corruption(edit, verify, opened, folder):
+@pytest.mark.parametrize("edit", [_averaged, _past_autograd, _exchanged, _loaded, _unfrozen])
+def test_edits_between_steps_are_not_lost_and_not_in_the_file(edit, opened, folder):
     paths = saved(folder)
     before = contents(folder)
     plain, model = loaded(paths), loaded(paths)
     expected = train(plain, between=edit, steps=5)
-    offloader = opened(model, verify=verify)
+    offloader = opened(model)
     assert same(train(model, offloader, between=edit, steps=5), expected)
     assert equal_weights(model, plain)
     offloader.close()
@@ -149,52 +102,7 @@ def test_edits_between_steps_are_not_lost_not_in_the_file_and_no_corruption(edit
     assert contents(folder) == before
 
 
-def test_an_edit_while_pages_leave_ends_training(opened, folder, monkeypatch):
-    """By another thread, in the moment after they were looked at."""
-    model = loaded(saved(folder))
-    offloader = opened(model)
-    train(model, offloader, steps=1)
-    monkeypatch.setattr(source_files, "has_copies", lambda address, nbytes: False)
-    model.blocks[1].up.weight.data[3, 3] += 1
-    with pytest.raises(StorageError, match=r"was edited by one thread while another one sent it out"):
-        train(model, offloader, steps=2)
-    with pytest.raises(StorageError, match="was edited"):
-        offloader.close()
-
-
-def test_pages_stay_while_the_system_does_not_tell_of_them(opened, folder, monkeypatch):
-    """Out of file descriptors, say. Training goes on, and they leave once it tells again."""
-    paths = saved(folder)
-    plain, model = loaded(paths), loaded(paths)
-    offloader = opened(model)
-
-    def fails(address, nbytes):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(source_files, "has_copies", fails)
-        assert same(train(model, offloader, steps=3), train(plain, steps=3))
-        offloader.send_out_weights()
-        assert resident_bytes(model.blocks[0].up.weight) > 0
-    train(model, offloader, steps=1)
-    offloader.send_out_weights()
-    assert resident_bytes(model.blocks[0].up.weight) == 0
-
-
-def test_a_second_opening_finds_the_file_again(opened, folder):
-    paths = saved(folder)
-    plain, model = loaded(paths), loaded(paths)
-    expected = train(plain) + train(plain)
-    offloader = opened(model)
-    found = train(model, offloader)
-    offloader.close()
-    again = opened(model)
-    assert again.stats.weights_bytes == large_bytes(model)
-    assert same(found + train(model, again), expected)
-    assert written_bytes(again) == 0
-
-
-def test_what_is_unfrozen_leaves_the_file_when_it_is_registered_again(opened, folder):
+def test_what_is_unfrozen_is_trained_when_it_is_registered_again(opened, folder):
     paths = saved(folder)
     before = contents(folder)
     plain, model = loaded(paths), loaded(paths)
@@ -283,23 +191,6 @@ def test_what_has_to_leave_the_file_is_aligned_as_it_was_there(prepare, optimize
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_fork_has_its_own(opened, folder):
-    model = loaded(saved(folder))
-    offloader = opened(model)
-    train(model, offloader, steps=1)
-    large = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    expected = [parameter.detach().clone() for parameter in large]
-
-    def change():
-        assert same(large, expected)
-        with torch.no_grad():
-            for parameter in large:
-                parameter.zero_()
-
-    assert in_a_fork(change) == 0
-    assert same(large, expected)
-
-
 # -- who else holds the memory ---------------------------------------------------------------------------------------
 
 
@@ -327,7 +218,6 @@ def test_an_open_handle_keeps_weights_in_memory(opened, folder):
     del alias
     offloader.register_module(model)
     assert offloader.stats.weights_bytes == large_bytes(model)
-    assert written_bytes(offloader) == 0
 
 
 def test_two_weights_over_the_same_bytes_stay(opened, folder):
@@ -361,23 +251,6 @@ def test_a_state_dict_that_somebody_has_keeps_weights_in_memory(opened, folder):
     with torch.no_grad():
         model.blocks[0].up.weight.zero_()
     assert not held["blocks.0.up.weight"].any()
-
-
-@pytest.mark.parametrize("lost", ["the file", "the page table"])
-def test_what_cannot_be_proved_is_copied(lost, opened, folder, monkeypatch):
-    paths = saved(folder)
-    plain, model = loaded(paths), loaded(paths)
-    if lost == "the file":
-        paths[0].unlink()
-    else:
-
-        def refuse(address, nbytes):
-            raise OSError(1, "Operation not permitted")
-
-        monkeypatch.setattr(source_files, "has_copies", refuse)
-    offloader = opened(model)
-    assert written_bytes(offloader) >= large_bytes(model) == offloader.stats.weights_bytes
-    assert same(train(model, offloader), train(plain))
 
 
 def test_memory_that_stays_is_left_as_it_is_where_there_is_room(opened, folder):
