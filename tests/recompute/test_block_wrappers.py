@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.errors import ConfigError
@@ -170,58 +169,7 @@ def test_one_call_of_each_class_is_run_again_and_a_difference_keeps_the_class(
             model(torch.ones(2, 6)).sum().backward()
 
 
-def test_a_trial_is_made_where_backward_comes() -> None:
-    model = torch.nn.Sequential(Scales(), Scales())
-    with Blocks({"0": model[0], "1": model[1]}) as blocks:
-        with blocks.observe(Watch(wants_inputs=True)):
-            model(torch.ones(2, 6))
-        model[0].requires_grad_(False)  # so that it saves nothing
-        assert measured_pass(blocks, model)[0] == [1, 2]
-
-
-SHOWN: set[tuple[int, int]] = set()
 """Address and size of the memory of inputs, when a block runs again."""
-
-
-class Triples(Half):
-    """Registers hooks with its inputs."""
-
-    def forward(self, *xs: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
-        for x in xs:
-            x.register_hook(lambda gradient: gradient * 3)
-            x.retain_grad()
-        if torch._C._current_autograd_node() is not None and type(xs[0]) is torch.Tensor:
-            SHOWN.update((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in xs)
-        return torch.stack([self.linear(x).tanh() for x in xs]).sum(0)
-
-
-@pytest.mark.parametrize("observed", [{"recompute": True}, {"wants_inputs": True}], ids=str)
-def test_hooks_of_inputs_that_wrap_others_are_there_once(observed: dict[str, bool]) -> None:
-    results = []
-    for options in ({}, observed):
-        torch.manual_seed(0)
-        model, x = torch.nn.Sequential(Triples(), Triples()), torch.ones(2, 6)
-        given = TwoTensor(x, x.clone()).requires_grad_()
-        inner = given * 2
-        with Blocks({"0": model[0], "1": model[1]}) as blocks, saved_tensors_hooks(lambda t: t, lambda t: t):
-            with blocks.observe(Watch(**options)):
-                loss = model(inner).sum()
-            loss.backward()
-            assert blocks.refused == {}
-        results.append([given.grad.a, inner.grad.a, *(p.grad.a for p in model.parameters())])
-    assert_identical(results[0], results[1])
-
-
-def test_a_trial_copies_what_its_inputs_show_of_a_storage_once() -> None:
-    block, whole = Triples(), torch.rand(4000, 6, requires_grad=True)
-    SHOWN.clear()
-    with Blocks({"0": block}) as blocks, saved_tensors_hooks(lambda t: t, lambda t: t):
-        with blocks.observe(Watch(wants_inputs=True)):
-            loss = block(*torch.split(whole[2000:2100], 2)).sum()
-        loss.backward()
-    ((address, nbytes),) = SHOWN
-    assert address != whole.data_ptr()
-    assert nbytes == 100 * 6 * 4 + 2000 * 6 * 4 % 512  # aligned as the storage is
 
 
 # -- installing and removing -----------------------------------------------------------------------------------------
