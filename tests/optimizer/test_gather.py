@@ -11,10 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.errors import OutOfSpaceError
 from lightning_ssd.optimizer.checkpoint.gather import TensorSpool
-from lightning_ssd.optimizer.store.store import StateStore
-from lightning_ssd.storage.spill_file import Arena
 from tests.support.faults import FaultyBackend, always, enospc, on_calls
 from tests.support.helpers import assert_identical
 from tests.support.optimizer_pairs import files_of, store_of, used_bytes, wrapped
@@ -95,25 +92,6 @@ def test_files_grow_by_what_is_held_and_not_with_each_collection(tmp_path):
         assert torch.equal(held[0], torch.ones(nbytes // 4))
 
 
-def test_an_interrupted_wait_leaves_nothing_on_the_drive(tmp_path, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with opened(tmp_path) as optimizer:
-        optimizer.flush()
-        before = used_bytes(optimizer)
-        for _ in range(2):
-            spool = spool_of(optimizer, 0)
-            with monkeypatch.context() as patches:
-                patches.setattr(StateStore, "wait_for_writes", interrupt)
-                with pytest.raises(KeyboardInterrupt):
-                    spool.put(torch.ones(300_000))
-            del spool
-            gc.collect()
-        store_of(optimizer).settle()
-        assert used_bytes(optimizer) == before
-
-
 def test_tensors_outlive_the_files(tmp_path):
     expected = tensors()
     with opened(tmp_path) as optimizer:
@@ -135,31 +113,6 @@ def test_what_no_drive_takes_stays_in_memory(tmp_path, fail):
         assert warning is not None
         assert "bytes of full optimizer states are in memory, because no drive takes them" in warning
         assert spool.take_warning() is None
-
-
-def test_space_that_states_need_is_not_taken(tmp_path, monkeypatch):
-    with opened(tmp_path) as optimizer:
-        before = used_bytes(optimizer)
-
-        def refuse(self, nbytes):
-            raise OutOfSpaceError(28, f"no room for {nbytes}")
-
-        monkeypatch.setattr(Arena, "reserve", refuse)
-        spool = spool_of(optimizer, 1 << 20)
-        assert torch.equal(spool.put(torch.ones(5000)), torch.ones(5000))
-        assert used_bytes(optimizer) == before
-        assert "20,000 bytes" in (spool.take_warning() or "")
-
-
-def test_another_directory_takes_what_one_refuses(tmp_path):
-    expected = tensors()
-    with opened(tmp_path / "a", tmp_path / "b") as optimizer:
-        first = files_of(optimizer).tier._arenas[0]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(first, "allocate", lambda nbytes: (_ for _ in ()).throw(OutOfSpaceError(28, "full")))
-            spool = spool_of(optimizer, 0)
-            assert_identical([spool.put(tensor) for tensor in expected], expected)
-            assert spool.take_warning() is None
 
 
 # -- whole tensors ---------------------------------------------------------------------------------------------------
