@@ -9,15 +9,12 @@ import weakref
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from lightning_ssd.errors import CorruptionError, StorageError
 from lightning_ssd.parameters.files import source_files
-from lightning_ssd.parameters.files.file_slices import private_mapping
-from lightning_ssd.parameters.windows import Window
 from tests.parameters.test_paged_weights import policy  # noqa: F401  # that of ``opened``
 from tests.parameters.test_weights_in_place import loaded, saved
-from tests.support.weight_loops import built, equal_weights, frozen, same, train
+from tests.support.weight_loops import built, frozen, same, train
 
 
 def _overwritten(path):
@@ -115,28 +112,6 @@ def test_a_flipped_bit_is_noticed_with_full_verification(verify, monkeypatch, op
         train(model, offloader, steps=2)
 
 
-@pytest.mark.parametrize("is_edited", [False, True])
-def test_a_weight_may_go_while_its_bytes_are_verified(is_edited, opened, folder, monkeypatch):
-    model = loaded(saved(folder))
-    offloader = opened(model, verify="full")
-    pager = offloader._parts.parameters.pager
-    weight = pager.find(model.blocks[0].up.weight.untyped_storage())
-    if is_edited:
-        model.blocks[0].up.weight.data.view(-1)[0] += 1
-    look, are_mapped = source_files.checksum, []
-
-    def drop_then_look(region):
-        up = model.blocks[0].up
-        up.weight = nn.Parameter(up.weight.detach().clone(), requires_grad=False)
-        pager.border()
-        are_mapped.append(private_mapping(region.address) is not None)
-        return look(region) if are_mapped[-1] else 0
-
-    monkeypatch.setattr(source_files, "checksum", drop_then_look)
-    weight.memory.bring_in()
-    assert are_mapped == [True]
-
-
 def test_a_file_that_no_weight_waits_in_any_more_may_change(opened, folder):
     (path,) = saved(folder)
     model, other = loaded([path]), frozen(built())
@@ -173,22 +148,3 @@ def test_a_weight_that_was_copied_from_a_changed_file_is_noticed(opened, folder)
     assert [batch() for batch in met] == [None, None], "what a file's error is kept with holds no frame of a step"
     with pytest.raises(StorageError, match="was changed while frozen weights wait in it"):
         offloader.close()
-
-
-def test_a_file_that_refuses_to_be_closed_leaves_nothing_of_the_offloader(folder, opened):
-    model, plain = loaded(saved(folder, num_shards=2)), built()
-    inside = opened(model)
-    weights = inside._parts.parameters.weights
-    mapped = [weight.memory for weight in weights.pager.weights]
-    sources = list(weights._sources._files.values())
-    os.close(sources[-1].fd)
-    with pytest.raises((OSError, StorageError)):
-        inside.close()
-    assert mapped
-    assert not any(unit.weights for unit in weights.pager.units)
-    assert not any(isinstance(block.__dict__.get("forward"), Window) for block in model.blocks)
-    assert not weights._sources._files
-    for source in sources[:-1]:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(source.fd)
-    assert equal_weights(model, plain)

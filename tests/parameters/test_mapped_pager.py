@@ -165,31 +165,3 @@ def test_what_was_mapped_ahead_and_is_not_used_leaves(spill_dir, monkeypatch, ha
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
         assert first.resident_bytes is None
-
-
-def test_nothing_more_is_mapped_ahead_once_memory_is_short_or_nobody_tells(spill_dir, monkeypatch):
-    memory = Room(monkeypatch)
-    memory.nbytes = AMPLE
-    with opened_pager(spill_dir, MappedPager(HostRoom())) as pager:
-        for unit in (*pager.units[:3], *pager.units[:2]):
-            use(pager, unit)
-        assert pager.window_bytes == 2 * UNIT
-        memory.refusal = OSError("too many open files")
-        use(pager, pager.units[2])
-        assert pager.window_bytes == 2 * UNIT, "as was known"
-        memory.refusal, memory.nbytes = None, AMPLE - 1
-        use(pager, pager.units[0])
-        assert pager.window_bytes == UNIT
-        assert pager.units[1].coming is None
-
-
-def test_closing_waits_for_no_more_than_a_part(pager, parts):
-    pager._look_ahead(None, pager.units[0])
-    assert parts.has_begun.wait(PATIENCE_S)
-    closing = threading.Thread(target=pager.close)
-    closing.start()
-    time.sleep(0.3)  # it has asked for no more by now
-    parts.may_go_on.set()
-    closing.join(PATIENCE_S)
-    assert not closing.is_alive()
-    assert parts.shown == [0]

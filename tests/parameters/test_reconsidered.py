@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from lightning_ssd.errors import OutOfSpaceError
-from lightning_ssd.parameters import residents
 from lightning_ssd.parameters.files.mapped_storage import unreadable
 from lightning_ssd.parameters.units import shared_weights, why_it_stays
 from tests.support.faults import FaultyBackend, eio
@@ -231,25 +230,6 @@ def test_what_cannot_come_back_goes_on_waiting(running_place, monkeypatch):
     assert len(running_place.waiting(model)) == NUM_WEIGHTS
 
 
-def test_what_an_interrupt_has_kept_from_moving_moves_in_the_next_step(running_host, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    plain, model = built(), built()
-    offloader = running_host.open(model)
-    kept_bytes = offloader.stats.weights_kept_bytes
-    running_host.lack(GIB)
-    with monkeypatch.context() as patched:
-        patched.setattr("lightning_ssd.parameters.mapped_weights.MappedWeights._take", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train(model, offloader, steps=2)
-    train(plain, steps=1)  # the first step shows it
-    assert running_host.waiting(model) == []
-    assert offloader.stats.weights_kept_bytes == kept_bytes > 0
-    assert same(train(model, offloader, steps=2), train(plain, steps=2))
-    assert len(running_host.waiting(model)) == NUM_WEIGHTS
-
-
 def test_what_moves_is_told(running_place, caplog):
     model = built()
     caplog.set_level(logging.INFO, "lightning_ssd")
@@ -267,21 +247,6 @@ def test_what_moves_is_told(running_place, caplog):
         assert len(caplog.records) == 2
 
 
-def test_where_nothing_more_can_move_the_model_is_left_alone(running_host, monkeypatch):
-    model, looks = built(), []
-    offloader = running_host.open(model)
-    real = residents.Residents.reconsider
-    monkeypatch.setattr(
-        residents.Residents, "reconsider", lambda *args, **options: looks.append(1) or real(*args, **options)
-    )
-    running_host.lack(GIB)
-    train(model, offloader, steps=8)
-    running_host.lack(-GIB)
-    train(model, offloader, steps=16)
-    assert running_host.waiting(model) == []
-    assert len(looks) == 2
-
-
 # -- who else may hold a weight --------------------------------------------------------------------------------------
 
 
@@ -296,11 +261,3 @@ def test_a_graph_that_has_been_used_holds_no_weight(is_used):
             reasons = [why_it_stays(weights) for weights in shared_weights(model, 256)]
         assert [reason is None for reason in reasons] == [is_used] * 2
     assert loss.grad_fn is not None
-
-
-@pytest.mark.parametrize("modes", [(True, False), (False, True), (True, True)], ids=["built", "asked", "both"])
-def test_trained_weights_can_wait_in_inference_mode(modes):
-    with torch.inference_mode(modes[0]):
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    with torch.inference_mode(modes[1]):
-        assert [why_it_stays(weights) for weights in shared_weights(model, 256)] == [None] * 2

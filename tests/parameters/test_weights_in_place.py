@@ -1,6 +1,5 @@
 """Frozen weights that were mapped from a file wait in that file: nothing is written, and no bit is another one."""
 
-import errno
 import os
 from contextlib import nullcontext
 
@@ -12,7 +11,6 @@ from torch import nn
 
 from lightning_ssd.errors import StorageError
 from lightning_ssd.parameters.files import source_files
-from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from tests.parameters.test_paged_weights import (  # noqa: F401  # the policy is that of ``opened``
     _averaged,
     _exchanged,
@@ -160,25 +158,6 @@ def test_an_edit_while_pages_leave_ends_training(opened, folder, monkeypatch):
         train(model, offloader, steps=2)
     with pytest.raises(StorageError, match="was edited"):
         offloader.close()
-
-
-def test_pages_stay_while_the_system_does_not_tell_of_them(opened, folder, monkeypatch):
-    """Out of file descriptors, say. Training goes on, and they leave once it tells again."""
-    paths = saved(folder)
-    plain, model = loaded(paths), loaded(paths)
-    offloader = opened(model)
-
-    def fails(address, nbytes):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(source_files, "has_copies", fails)
-        assert same(train(model, offloader, steps=3), train(plain, steps=3))
-        offloader.send_out_weights()
-        assert resident_bytes(model.blocks[0].up.weight) > 0
-    train(model, offloader, steps=1)
-    offloader.send_out_weights()
-    assert resident_bytes(model.blocks[0].up.weight) == 0
 
 
 def test_a_second_opening_finds_the_file_again(opened, folder):
@@ -377,14 +356,4 @@ def test_what_cannot_be_proved_is_copied(lost, opened, folder, monkeypatch):
         monkeypatch.setattr(source_files, "has_copies", refuse)
     offloader = opened(model)
     assert written_bytes(offloader) >= large_bytes(model) == offloader.stats.weights_bytes
-    assert same(train(model, offloader), train(plain))
-
-
-def test_memory_that_stays_is_left_as_it_is_where_there_is_room(opened, folder):
-    paths = saved(folder)
-    plain, model = loaded(paths), loaded(paths)
-    addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    offloader = opened(model, parameters="auto")
-    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
-    assert not any(is_mapped(parameter.untyped_storage()) for parameter in model.parameters())
     assert same(train(model, offloader), train(plain))
