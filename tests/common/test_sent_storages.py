@@ -88,15 +88,6 @@ def test_memory_of_a_cpu_that_was_sent_tells_nothing_of_a_card(strategy, monkeyp
     assert not is_sent(Storage())
 
 
-def test_what_was_sent_and_is_gone_is_forgotten():
-    sends, alive = noting_sent(lambda storage: None), Storage()
-    sends(alive)
-    for _ in range(20):
-        sends(Storage())
-    assert len(sent_storages._sent) <= 5
-    assert is_sent(alive)
-
-
 def test_the_cache_names_a_storage_by_its_address():
     tensor = torch.zeros(8)
     ForkingPickler.dumps(tensor)
