@@ -37,24 +37,29 @@ def compare(program: CompiledProgram, mode: str, directory: Path) -> None:
     assert num_found == num_graphs, f"other graphs: {program}, {mode}"
 
 
+COMPILED = [
+    ("block.compile()", "after registering", "recompute"),
+    ("torch.compile(block)", "after a step", "recompute_offload"),
+    ("a function in a block", "after a step", "everything"),
+    ("block.forward", "after registering", "auto"),
+    ("model.compile()", "after registering", "recompute_offload"),
+    ("torch.compile(model)", "before registering", "recompute"),
+    ("a part of a block", "after registering", "recompute"),
+    ("the loss", "after registering", "offload"),
+]
+NUM_DEFAULT = 3
+"""Each of them generates and compiles C++."""
+
+
 @pytest.mark.parametrize(
     ("compiled", "when", "mode"),
-    [
-        ("block.compile()", "after registering", "recompute"),
-        ("torch.compile(block)", "after a step", "recompute_offload"),
-        ("block.forward", "after registering", "auto"),
-        ("model.compile()", "after registering", "recompute_offload"),
-        ("torch.compile(model)", "before registering", "recompute"),
-        ("a part of a block", "after registering", "recompute"),
-        ("a function in a block", "after a step", "everything"),
-        ("the loss", "after registering", "offload"),
-    ],
+    COMPILED[:NUM_DEFAULT] + [pytest.param(*row, marks=pytest.mark.exhaustive) for row in COMPILED[NUM_DEFAULT:]],
 )
 def test_what_is_compiled_stays_compiled(compiled: str, when: str, mode: str, tmp_path: Path) -> None:
     compare(CompiledProgram(compiled, when, has_function=when == "after registering", is_chunked=True), mode, tmp_path)
 
 
-@pytest.mark.parametrize("compiled", ["nothing", "block.compile()"])
+@pytest.mark.parametrize("compiled", ["nothing", pytest.param("block.compile()", marks=pytest.mark.exhaustive)])
 def test_a_function_that_the_optimizer_compiles(compiled: str, tmp_path: Path) -> None:
     """Dynamo marks what it meets under a mode, as in a rehearsal of a step, as never to be compiled."""
     compare(CompiledProgram(compiled, optimizer="Compiling"), "states", tmp_path)
