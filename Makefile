@@ -62,7 +62,7 @@ bench: $(STAMP) ## measure storage against fio, and steps against keeping, recom
 
 compat: $(STAMP) ## two public projects, then fast tests with each Python, PyTorch and Lightning that can be had (slow)
 	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python -m pytest -m compat tests/compat
-	$(BIN)/python -m tests.compat.matrix --pip-args='$(PIP_ARGS)' $(ARGS)
+	$(BIN)/python -m recipes.compat.matrix --pip-args='$(PIP_ARGS)' $(ARGS)
 
 clean: ## remove the environment and caches; outputs/ stays
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

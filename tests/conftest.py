@@ -176,7 +176,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """Mounts an ext4 of so many MiB, in a file, and gives its directory."""
-    from tests.faults.run import own_disk
+    from recipes.faults.run import own_disk
 
     with ExitStack() as stack:
 

@@ -59,7 +59,7 @@ TEXTS = sorted(
     path
     for pattern in (
         *("*.md", "docs/**/*.md", "conf/**/*.yaml", "notebooks/*.ipynb"),
-        *("lightning_ssd/**/*.py", "recipes/**/*.py", "tests/faults/*.py", "tests/compat/*.py"),
+        *("lightning_ssd/**/*.py", "recipes/**/*.py"),
     )
     for path in ROOT.glob(pattern)
 )

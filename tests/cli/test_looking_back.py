@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from lightning_ssd.cli.main import app
 from lightning_ssd.reports.dashboard import DASHBOARD
-from lightning_ssd.reports.sweep import read_sweep
 from lightning_ssd.telemetry.metrics import METRICS
 from tests.support.patience import PATIENCE_S
 from tests.support.step_records import made_report
@@ -99,18 +98,6 @@ def test_a_sweep_is_a_table_a_csv_file_and_a_picture(tmp_path: Path) -> None:
     assert float(rows[4]["step_s"]) == 5.0
     assert int(rows[9]["settled_peak_bytes"]) == 200 << 20
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_jobs_are_what_their_files_say(tmp_path: Path) -> None:
-    make_sweep(tmp_path)
-    job = read_sweep(tmp_path)[9]
-    assert (job.name, job.overrides) == ("10", ())
-    assert (job.step_s, job.stall_s, job.written_bytes) == (2.5, 0.1, 1 << 28)
-    assert job.peak_bytes == 200 << 20, "above what the run holds at rest, of 700 MiB in all"
-    # Where a recipe has summed up its report is not asked: its peak is that of the process, with that of earlier jobs.
-    summary = {"step_s": 1.0, "peak_above_rest_bytes": 5 << 20, "counted": False}
-    (tmp_path / "10" / "summary.json").write_text(json.dumps(summary))
-    assert read_sweep(tmp_path)[9].peak_bytes == 5 << 20
 
 
 @pytest.mark.parametrize("content", [None, "{}", "["])

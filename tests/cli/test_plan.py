@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -15,7 +14,6 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import lightning_ssd
-from lightning_ssd.cli import plan
 from lightning_ssd.cli.main import app
 from lightning_ssd.planning.machine_profile import MachineProfile
 from tests.support.patience import PATIENCE_S
@@ -334,38 +332,6 @@ def test_a_profile_that_is_mistyped_is_refused_with_the_key(
     assert done.exit_code == 1
     assert "a hardware profile with hardware: and machine: alone" in said(done)
     assert match in said(done)
-
-
-@pytest.mark.parametrize(
-    ("days", "text"),
-    [
-        (None, "unknown"),
-        (math.inf, "unused"),
-        (0.9, "under a day"),
-        (1.0, "1 days"),
-        (364.0, "364 days"),
-        (730.0, "2.0 years"),
-    ],
-)
-def test_how_long_drives_last_is_told(days: float | None, text: str) -> None:
-    assert plan._life_text(days) == text
-
-
-@pytest.mark.parametrize(
-    ("sizes", "digits", "texts"),
-    [
-        ([44.7, 7.734, 0.0], 2, ["44.70", "7.73", "0.00"]),
-        ([1.0, 0.04], 1, ["1.0", "0.0"]),
-        ([0.73, 0.04], 1, ["0.73", "0.04"]),
-        ([0.04, 0.0078, 0.0], 2, ["0.040", "0.008", "0.000"]),
-        ([6.7e-5], 2, ["0.000067"]),
-        ([1e-9], 2, ["0.000000"]),
-        ([0.0, 0.0], 1, ["0.0", "0.0"]),
-        ([], 1, []),
-    ],
-)
-def test_what_a_tiny_model_takes_is_not_told_as_nothing(sizes: list[float], digits: int, texts: list[str]) -> None:
-    assert plan._column([2 * size for size in sizes], 2.0, digits) == texts
 
 
 def test_a_profile_may_leave_the_machine_open_and_must_be_yaml(tmp_path: Path) -> None:

@@ -49,18 +49,6 @@ def test_an_accelerator_of_pytorch_that_lacks_something_is_refused_by_what_it_la
     assert child.returncode == 0, child.stderr
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="looks at a machine without an accelerator")
-def test_a_cpu_understands_the_generic_words_in_part():
-    generic = Accelerator(CPU)
-    assert isinstance(generic.new_stream(), torch.Stream)
-    assert isinstance(generic.event(), torch.Event)
-    assert isinstance(generic.timing_event(), torch.Event)
-    with pytest.raises(RuntimeError, match="doesn't support events"):
-        generic.event().record(generic.new_stream())
-    missing = _try_out(generic, CPU)
-    assert missing.startswith("PyTorch lacks streams for it (")
-
-
 @pytest.mark.parametrize("kind", [SSDOffloadStrategy, SSDOffloadFabricStrategy])
 def test_strategies_take_what_lightning_and_pytorch_know(kind, monkeypatch):
     """Lightning itself has no such accelerator; somebody may register one."""
@@ -68,26 +56,6 @@ def test_strategies_take_what_lightning_and_pytorch_know(kind, monkeypatch):
     kind(parallel_devices=[torch.device("xpu", 0)])._configure_launcher()
     with pytest.raises(ConfigError, match="got a device of type 'mps', and can only offload from 'cpu', 'cuda', 'xpu'"):
         kind(parallel_devices=[torch.device("mps")])._configure_launcher()
-
-
-def test_what_an_older_pytorch_cannot_tell_is_unknown(monkeypatch):
-    for name in ("memory_stats", "memory_allocated", "get_memory_info", "reset_peak_memory_stats", "empty_cache"):
-        monkeypatch.delattr(torch.accelerator, name)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: object())
-    generic = Accelerator(CPU)
-    assert (generic.memory_stats(), generic.allocated_bytes(), generic.free_bytes()) == ({}, 0, None)
-    assert not generic.is_capturing()
-    generic.reset_peak()
-    generic.empty_cache()
-
-
-def test_only_that_nobody_can_tell_is_taken_for_unknown(monkeypatch):
-    def broken(device):
-        raise RuntimeError("the device has fallen off the bus")
-
-    monkeypatch.setattr(torch.accelerator, "memory_allocated", broken)
-    with pytest.raises(RuntimeError, match="off the bus"):
-        Accelerator(CPU).allocated_bytes()
 
 
 @pytest.mark.parametrize(
@@ -109,13 +77,6 @@ def test_graphs_are_known_by_pools_of_the_allocator(segments, expected, monkeypa
 
     monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
     assert CudaAccelerator(torch.device("cuda", 0)).may_have_graphs() is expected
-
-
-def test_a_device_whose_module_knows_no_graphs_has_none(monkeypatch):
-    generic = Accelerator(CPU)
-    assert not generic.may_have_graphs()
-    monkeypatch.setattr(torch.cpu, "graph", object(), raising=False)
-    assert generic.may_have_graphs()
 
 
 class Pretended:

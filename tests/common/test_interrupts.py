@@ -5,11 +5,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import count
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -18,8 +15,6 @@ from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.waiting import Changes, Latch
 from tests.support.helpers import within
 from tests.support.threads import at_once
-
-Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 @pytest.fixture(autouse=True)
@@ -100,13 +95,6 @@ def test_where_python_has_no_handler_nothing_is_done(handler):
         assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_handler_of_c_stays(monkeypatch):
-    """Python cannot put such a one back."""
-    monkeypatch.setattr(signal, "getsignal", lambda number: None)
-    with deferring_interrupts():
-        pass
-
-
 @pytest.mark.parametrize("is_taken_for_main", [False, True], ids=["another", "that of another interpreter"])
 def test_in_a_thread_that_may_set_no_handler_nothing_is_done(is_taken_for_main, monkeypatch):
     if is_taken_for_main:
@@ -119,22 +107,6 @@ def test_in_a_thread_that_may_set_no_handler_nothing_is_done(is_taken_for_main, 
 
     at_once(work)
     assert seen == [signal.getsignal(signal.SIGINT)]
-
-
-def test_another_signal_s_handler_that_raises_leaves_the_handler(monkeypatch):
-    """Just when the section has begun."""
-    set_handler = signal.signal
-
-    def set_and_raise(number, handler):
-        monkeypatch.setattr(signal, "signal", set_handler)
-        set_handler(number, handler)
-        raise TimeoutError
-
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(signal, "signal", set_and_raise)
-    with pytest.raises(TimeoutError), deferring_interrupts():
-        pytest.fail("was entered")
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_further_interrupt_after_some_seconds_is_obeyed_at_once(monkeypatch):

@@ -86,20 +86,6 @@ def test_ranges_end_with_an_error():
     assert traced(work) == [("outer", None), ("inner", "outer"), ("after", None)]
 
 
-def test_without_profiler_and_cuda_there_is_one_context_for_all():
-    if torch.cuda.is_initialized():
-        pytest.skip("a test before this one has used CUDA")
-    assert span("a") is span("b")
-
-    @spanned("c")
-    def passes_on(first, *, second):
-        """What it does."""
-        return first, second
-
-    assert passes_on(1, second=2) == (1, 2)
-    assert (passes_on.__name__, passes_on.__doc__) == ("passes_on", "What it does.")
-
-
 def test_on_cuda_the_ranges_are_nvtx(monkeypatch):
     """The calls alone: no CPU build of PyTorch has NVTX."""
     calls = []

@@ -9,7 +9,6 @@ import pytest
 
 from lightning_ssd.common.status_line import StatusLine
 from tests.support.terminal import run_on_terminal, screen
-from tests.support.threads import at_once
 
 GIB = 1 << 30
 
@@ -53,22 +52,6 @@ def test_short_work_is_not_shown(terminal):
     with StatusLine("Working") as line:
         line.update()
     assert terminal.getvalue() == ""
-
-
-def test_long_work_is_shown_now_and_then(terminal):
-    with StatusLine("Working", delay_s=0.01) as line:
-        time.sleep(0.02)
-        for _ in range(100):
-            line.update(GIB)
-    assert terminal.getvalue().count("Working: 1.00 GiB") < 10
-
-
-def test_parts_of_the_work_are_counted(terminal):
-    with StatusLine("Working", delay_s=0) as line:
-        for part in line.over([1, 2, 1], lambda part: part * GIB):
-            time.sleep(0.11 * part)
-    for done in ("1.00", "3.00"):
-        assert f"Working: {done} GiB of 4.00 GiB" in terminal.getvalue()
 
 
 def test_a_name_cannot_tell_the_terminal_what_to_do(terminal):
@@ -119,11 +102,6 @@ def test_where_it_is_not_shown_it_costs_nothing(name, terminal, monkeypatch):
     streams = SILENT[name](monkeypatch, terminal) or []
     work()
     assert [stream.getvalue() for stream in (terminal, *streams)] == [""] * (1 + len(streams))
-
-
-def test_other_threads_see_nothing(terminal):
-    at_once(work)
-    assert terminal.getvalue() == ""
 
 
 ON_TERMINAL = """

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.compat import lightning_suite
-from tests.compat.lightning_plugin import strategy_arguments
-from tests.compat.lightning_suite import Outcome, compare, main, markdown, reason_for
+from recipes.compat import lightning_suite
+from recipes.compat.lightning_plugin import strategy_arguments
+from recipes.compat.lightning_suite import Outcome, compare, main, markdown, reason_for
 
 
 def test_what_passes_without_us_has_to_pass_or_to_have_a_reason() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.compat import matrix as compat
-from tests.compat.matrix import Combination
+from recipes.compat import matrix as compat
+from recipes.compat.matrix import Combination
 
 FOUND = ["2.15.0", "2.14.1", "2.14.0", "2.13.0+cpu", "2.13.0", "2.10.0", "2.9.1", "2.9.0", "2.8.0"]
 LIGHTNINGS = ["2.6.6", "2.6.4"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compat import projects
-from tests.compat.projects import PROJECTS, NotInstalled, difference, environment, train_and_compare
+from recipes.compat import projects
+from recipes.compat.projects import PROJECTS, NotInstalled, difference, environment, train_and_compare
 
 PAGE = projects.ROOT / "docs" / "projects.md"
 

@@ -1,4 +1,4 @@
-"""Programs beside ``torch.compile`` with real code generation, some changed after they were registered.
+"""Programs beside ``torch.compile`` with real code generation.
 
 The graphs are few and small, so that inductor's cache has nearly all of them.
 """
@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.utils.parametrize
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 
-__all__ = ["CHANGES", "COMPILED", "MODES", "CompiledProgram", "Counted", "compiler_blocker"]
+__all__ = ["COMPILED", "MODES", "CompiledProgram", "Counted", "compiler_blocker"]
 
 MODES: dict[str, dict[str, Any]] = {
     "offload": {"activations": "offload"},
@@ -173,72 +172,12 @@ COMPILED: dict[str, Callable[[nn.Module, Counted, bool], None]] = {
 }
 
 
-class Doubled(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-
-def _replace_forward(model: nn.Module) -> None:
-    for block in list(model.children())[:2]:
-        block.forward = lambda x, old=block.forward: old(x) * 0.5  # type: ignore[method-assign, misc]
-
-
-def _parametrize(model: nn.Module) -> None:
-    for block in model.children():
-        torch.nn.utils.parametrize.register_parametrization(block.down, "weight", Doubled())  # type: ignore[arg-type]
-
-
-def _add_hooks(model: nn.Module) -> None:
-    for block in model.children():
-        block.register_forward_hook(lambda module, args, result: result * 0.75)
-        block.up.register_forward_pre_hook(lambda module, args: (args[0] + 0.125,))  # type: ignore[union-attr]
-
-
-def _freeze(model: nn.Module) -> None:
-    next(iter(model.children())).requires_grad_(False)
-
-
-def _unfreeze(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-
-
-def _script(model: nn.Module) -> None:
-    for block in model.children():
-        block.up = torch.jit.script(block.up)
-
-
-def _forget_scripts() -> None:
-    """TorchScript optimizes code by what it saw in earlier calls, for all modules of a class."""
-    torch._C._jit_clear_class_registry()
-    torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
-    torch.jit._state._clear_class_state()
-
-
-def _replace_part(model: nn.Module) -> None:
-    for block in model.children():
-        block.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-
-CHANGES: dict[str, Callable[[nn.Module], None]] = {
-    "nothing": lambda model: None,
-    "forward replaced": _replace_forward,
-    "parametrized": _parametrize,
-    "hooks added": _add_hooks,
-    "frozen": _freeze,
-    "unfrozen": _unfreeze,
-    "scripted": _script,
-    "a part replaced": _replace_part,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
     """A training of three steps."""
 
     compiled: str = "nothing"
     when: str = "after registering"
-    change: str = "nothing"
     full: bool = True
     has_function: bool = False
     is_chunked: bool = False
@@ -252,12 +191,9 @@ class CompiledProgram:
             policy: of the offloader; ``None``: plain PyTorch, with none.
         """
         torch.compiler.reset()
-        _forget_scripts()
         torch.manual_seed(self.seed)
         how, found = Counted(), []
         model = nn.Sequential(*[Block(has_function=self.has_function) for _ in range(3)])
-        if self.change == "unfrozen":
-            model[0].requires_grad_(False)
         with _offloader(policy, directory) as offloader:
             self._at("before registering", model, how)
             if offloader is not None:
@@ -297,8 +233,6 @@ class CompiledProgram:
     def _at(self, when: str, model: nn.Module, how: Counted) -> None:
         if when == self.when:
             COMPILED[self.compiled](model, how, self.full)
-        if when == "after registering":
-            CHANGES[self.change](model)
 
     def _loss(self, y: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         if not self.is_chunked:

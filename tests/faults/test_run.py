@@ -1,4 +1,4 @@
-"""Every fault of ``tests.faults.run`` once, for real, and that the recipe would notice what it looks for."""
+"""Every fault of ``recipes.faults.run`` once, for real, and that the recipe would notice what it looks for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import run as faults
-from tests.faults.run import FAULTS, Fault, Row, own_disk, run_fault
-from tests.faults.server import Order, Server, leftovers
-from tests.faults.shim import ShimUnavailableError, build
+from recipes.faults import run as faults
+from recipes.faults.run import FAULTS, Fault, Row, own_disk, run_fault
+from recipes.faults.server import Order, Server, leftovers
+from recipes.faults.shim import ShimUnavailableError, build
 
 ROW = {"kill -9": 2, "SIGINT": 2, "fork after setup": 4}  # with a lock held at the fork, and without
 

@@ -78,13 +78,6 @@ def test_an_old_kernel_maps_at_the_first_touch(fd, monkeypatch):
     assert bytes(tensor.numpy()) == in_file(fd)
 
 
-@pytest.mark.parametrize(("start", "offset"), [(1, 0), (0, 1), (PAGE_BYTES, 0)])
-def test_parts_are_whole_pages_within_the_range(start, offset, fd):
-    view = FileView(NBYTES)
-    with pytest.raises(ValueError, match="whole pages within the range"):
-        view.show(start, fd, offset, NBYTES)
-
-
 def test_mapped_to_be_written_to_no_page_is_a_fault(fd):
     """Unless the system begins to write them to the file in between: each is a fault again then. So three tries."""
     faults = []

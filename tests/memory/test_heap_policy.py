@@ -81,21 +81,6 @@ def test_what_cannot_return_is_not_asked_for(is_known, trims, heap, monkeypatch)
     assert "".join(str(heap.trims_at(used, 0)) for used in (50, 200, 220, 240, 260)) == trims
 
 
-def test_nothing_is_asked_where_nothing_moves_or_between_passes(heap):
-    heap.policy.enter(HeapMode.RELAXED)
-    heap.num_trims = 0  # of the holes that the pass before has left
-    assert heap.trims_at(0, 1000) == 0
-    heap.policy.enter(HeapMode.MAP_EACH)
-    assert heap.trims_at(0, 1000) == 0
-    heap.policy.enter(HeapMode.TRIM)
-    heap.policy.border()
-    assert heap.trims_at(0, 1000) == 0
-    elsewhere = HeapPolicy(level=heap.level)
-    elsewhere.enter(HeapMode.TRIM)
-    elsewhere.look(LOOK)
-    assert heap.num_trims == 0, "memory that is not malloc's"
-
-
 def test_an_error_of_looking_is_no_error_and_the_level_is_read_as_bytes_are_saved():
     """Workers look too: one that died of it would leave the training thread waiting for ever."""
     calls = []

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -122,27 +121,6 @@ print(held_after_free()[0], held_after_free(8 * MIB)[0])
 """,
         lambda values: max(values) <= 10,
     ),
-    "an interrupt while holes are held": (
-        """
-from lightning_ssd.memory.malloc import _HeldHoles
-hold = _HeldHoles._hold
-def interrupted(self, size):
-    hold(self, size)
-    if self._blocks:
-        raise KeyboardInterrupt
-_, last = held_after_free()             # leaves 126 MiB of hole below a live buffer
-threshold = MallocThreshold()
-_HeldHoles._hold = interrupted
-try:
-    threshold.fix()
-except KeyboardInterrupt:
-    _HeldHoles._hold = hold
-    threshold.restore()
-    print(held_after_free()[0])
-    assert MallocThreshold._holes is None
-""",
-        much,
-    ),
     **{
         f"holes are held without a new one, {name}": (
             heap + HOLES,
@@ -196,26 +174,6 @@ for claims in (["fix", "reuse", "fix"], ["reuse", "fix"], ["fix"]):
     assert not (MallocThreshold._holes or MallocThreshold._users or MallocThreshold._reusers)
 """,
         lambda values: max(values[0::3] + values[1::3]) <= 4 and min(values[2::3]) > 100,
-    ),
-    "an interrupt between claim and setting is made good": (
-        """
-threshold, apply = MallocThreshold(), MallocThreshold._apply
-def interrupted(self):
-    raise KeyboardInterrupt
-for begin in (threshold.reuse, threshold.restore):
-    MallocThreshold._apply = interrupted
-    try:
-        begin()
-        raise AssertionError("no interrupt")
-    except KeyboardInterrupt:
-        MallocThreshold._apply = apply
-threshold.reuse()
-print(held_after_free(33 * MIB, 132 * MIB)[0])
-threshold.restore()
-assert is_mapped(512 * MIB), "large ones are mapped again, and so freed at once"
-assert not MallocThreshold._is_changed
-""",
-        lambda values: min(values) > 120,
     ),
 }
 """What they print, in MiB, and what is to hold of each value or of all."""
@@ -293,29 +251,6 @@ def test_a_foreign_malloc_is_left_alone(monkeypatch):
     assert threshold.reason in ("libjemalloc.so.2 replaces glibc's malloc", "the C library is not glibc")
     threshold.restore()
     assert not trim()
-
-
-@glibc_only
-def test_an_old_glibc_reuses_all_but_the_largest_tensors(monkeypatch):
-    """Before 2.35 it refuses thresholds of more than 32 MiB."""
-    libc, held = MallocThreshold()._libc, {}
-
-    def mallopt(option, value):
-        if option == MallocThreshold._M_MMAP_THRESHOLD and value > 32 << 20:
-            return 0
-        held[option] = value
-        return libc.mallopt(option, value)
-
-    threshold = MallocThreshold()
-    old = SimpleNamespace(mallopt=mallopt, malloc=libc.malloc, free=libc.free, malloc_trim=libc.malloc_trim)
-    monkeypatch.setattr(threshold, "_libc", old)
-    threshold.fix()
-    assert held[MallocThreshold._M_MMAP_THRESHOLD] == threshold.nbytes
-    threshold.reuse()
-    assert held[MallocThreshold._M_MMAP_THRESHOLD] == 32 << 20
-    assert held[MallocThreshold._M_TRIM_THRESHOLD] == MallocThreshold._UNREACHED_NBYTES
-    threshold.restore()
-    assert held[MallocThreshold._M_TRIM_THRESHOLD] == MallocThreshold._RESTORED_TRIM_NBYTES
 
 
 def test_a_threshold_that_glibc_would_refuse():

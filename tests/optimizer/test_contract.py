@@ -4,7 +4,6 @@ import copy
 import logging
 import random
 import threading
-import warnings
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from lightning_ssd import OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.contract import is_elementwise, is_known
 from tests.support.declared_optimizers import MANY, Momentum, kind
-from tests.support.optimizer_pairs import Pair, adamw, offloaded_pair, opened, wrapped
+from tests.support.optimizer_pairs import Pair, offloaded_pair, opened, wrapped
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -313,21 +312,6 @@ def test_a_rehearsal_does_not_reach_the_model(edit, spill_dir):
     assert all(map(torch.equal, before, [p.grad for p in pair.mine]))
 
 
-def test_a_rehearsal_warns_of_nothing(spill_dir, caplog):
-    def scale(self):
-        if float(_norm(self)) > 1000:
-            warnings.warn("a large gradient", stacklevel=2)
-        return 1.0
-
-    pair = Pair(kind("Warns", scale=scale), MANY)
-    with warnings.catch_warnings(), caplog.at_level(logging.INFO, "lightning_ssd"):
-        warnings.simplefilter("error")
-        with wrapped(pair.inner, spill_dir) as optimizer:
-            pair.train(optimizer, 3)
-            pair.check(optimizer)
-    assert "cannot be tried" not in caplog.text
-
-
 class Named(torch.optim.AdamW):
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none=True)
@@ -482,25 +466,6 @@ def test_what_a_scaler_sets_is_no_counter(spill_dir):
         assert vars(pair.inner).keys().isdisjoint({"grad_scale", "found_inf"})
 
 
-def test_a_step_that_needs_its_closure_is_tried_with_one(spill_dir):
-    def step(self, closure):
-        return Momentum.step(self, closure)
-
-    pair = Pair(kind("Needs", begin=_norm_of_all, step=step), MANY)
-    with pytest.raises(ConfigError, match="names Needs, which does not update"), wrapped(pair.inner, spill_dir):
-        pass
-
-
-def _norm_of_all(optimizer):
-    norm = torch.stack(
-        [p.grad.norm() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    ).norm()
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.grad is not None:
-                p.grad.div_(norm)
-
-
 def test_a_trial_that_reaches_the_optimizer_itself_leaves_no_mark(spill_dir):
     def made(parameters):
         optimizer = kind("Ticks", begin=lambda self: self.tick())(parameters)
@@ -515,39 +480,6 @@ def test_a_trial_that_reaches_the_optimizer_itself_leaves_no_mark(spill_dir):
             pair.step(optimizer)
             pair.check(optimizer)
             assert pair.inner.k == number
-
-
-def test_a_trial_that_reaches_the_options_themselves_leaves_no_mark(spill_dir):
-    def made(parameters):
-        optimizer = kind("CountsPast", begin=lambda self: self.tick())(parameters)
-        [group] = optimizer.param_groups
-        optimizer.tick = lambda: group.update(count=group["count"] + 1)
-        return optimizer
-
-    pair = Pair(made, MANY)
-    with pytest.raises(ConfigError, match="changed options of the optimizer itself"), wrapped(pair.inner, spill_dir):
-        pass
-    assert pair.inner.param_groups[0]["count"] == 0
-
-
-def test_counters_in_slots_are_refused(spill_dir):
-    pair = Pair(kind("Slots", __slots__=("k",)), MANY)
-    with pytest.raises(ConfigError, match=r"which has 'k' in __slots__ or"), wrapped(pair.inner, spill_dir):
-        pass
-
-
-class Health(torch.optim.Optimizer):
-    def _accelerator_graph_capture_health_check(self):
-        _norm_of_all(self)
-
-
-class Behind(torch.optim.Adam, Health):
-    """What a step calls is found behind Adam, and before PyTorch's."""
-
-
-def test_a_base_behind_a_known_one_is_looked_at(spill_dir):
-    with opened(spill_dir) as offloader, pytest.raises(ConfigError, match="declare it"):
-        offloader.offload_optimizer(Behind(Pair(adamw).mine))
 
 
 def test_a_class_of_pytorch_that_was_patched_is_not_known(spill_dir, monkeypatch):

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
@@ -44,7 +43,6 @@ def offloaded(optimizer, directory, *, master_weights=True):
         optimizer_states="offload",
         master_weights=master_weights,
         verify="full",
-        per_parameter_optimizers=["Marked"],
     )
     with Offloader(policy=policy, hardware=HardwareProfile(paths=str(directory))).open() as offloader:
         wrapped = offloader.offload_optimizer(optimizer)
@@ -94,35 +92,6 @@ def test_bits_are_those_of_float32_copies_kept_by_hand(kind, dtype, spill_dir):
             assert torch.equal(states[number][MASTER], copy)
             assert all(v.dtype == torch.float32 for v in states[number].values() if isinstance(v, torch.Tensor))
         assert optimizer.stats.written_bytes > optimizer.stats.state_bytes
-
-
-class Marked(Optimizer):
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if isinstance(p, nn.Parameter) and p.requires_grad:
-                    momentum = self.state[p].setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
-                    p.sub_(momentum, alpha=group["lr"] * p.scale)
-
-
-def test_a_declared_one_finds_a_parameter_with_its_marks(spill_dir):
-    def made(parameters):
-        for number, parameter in enumerate(parameters):
-            parameter.scale = 1.0 + number
-        return Marked(parameters)
-
-    mine = make_parameters(torch.bfloat16)
-    plain = Plain(make_parameters(torch.bfloat16), made)
-    with offloaded(made(mine), spill_dir) as optimizer:
-        for step in range(3):
-            train(optimizer, mine, range(step, step + 1))
-            plain.step(gradients(step, mine))
-            assert_same_parameters(mine, plain.parameters)
-        assert type(optimizer.state[mine[0]][MASTER]) is torch.Tensor
 
 
 def test_training_goes_on_from_a_checkpoint_with_the_same_bits(spill_dir):
@@ -208,17 +177,6 @@ def test_a_copy_follows_only_where_the_parameter_was_changed():
     assert torch.equal(piece.float(), master)
     assert after[MASTER] is master
     assert after["step"] == 7
-
-
-def test_nobody_is_asked_to_autograd_through_a_step(spill_dir):
-    parameter = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
-    with offloaded(torch.optim.AdamW([parameter]), spill_dir) as optimizer:
-        (parameter * 2).sum().backward()
-        version = parameter._version
-        optimizer.step()
-    assert parameter.requires_grad
-    assert parameter.is_leaf
-    assert parameter._version > version, "a saved copy of it must be seen to be stale"
 
 
 def test_float32_parameters_have_no_copy(spill_dir):

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
+from lightning_ssd.errors import CorruptionError, StorageError
 from tests.support.faults import always, eio, enospc, on_calls
 from tests.support.optimizer_pairs import (
     Pair,
@@ -168,21 +168,6 @@ def test_a_step_that_is_interrupted_is_not_trained_on(error, spill_dir):
         optimizer.flush()
         store_of(optimizer).evict(range(len(store_of(optimizer))))
         assert optimizer.stats.resident_bytes == 0
-
-
-def test_closing_an_incomplete_one_is_quiet_and_leaves_nothing(spill_dir):
-    pair = Pair(adamw)
-    with offloaded(pair.inner, spill_dir) as (optimizer, drive):
-        pair.step(optimizer)
-        drive.fail_read = always(eio)
-        with pytest.raises(StorageError):
-            pair.step(optimizer)
-    with pytest.raises(RuntimeError, match="incomplete"):
-        optimizer.state_dict()
-    with pytest.raises(OffloaderClosedError):
-        optimizer.load_state_dict(pair.twin.state_dict())
-    with pytest.raises(RuntimeError, match="incomplete"):
-        optimizer.state_dict()
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -2,20 +2,16 @@
 
 import copy
 import itertools
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch.optim import Optimizer
 
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.support.interrupted_points import PointsIn
 from tests.support.optimizer_pairs import (
-    Nested,
     Pair,
     adamw,
-    assert_same_parameters,
     assert_same_states,
     offloaded,
     opened,
@@ -84,7 +80,6 @@ def _nothing(optimizer, p):
     pass
 
 
-Act = Callable[[Optimizer, torch.Tensor], None]
 PROGRAMS = {
     "zero": (adamw, _nothing, _zero),
     "restart": (_momentum, _nothing, _restart),
@@ -181,19 +176,6 @@ def test_states_are_not_lost_when_taking_them_over_is_interrupted(spill_dir, mon
     assert_same_states(pair.inner.state_dict(), expected)
 
 
-def test_a_step_is_incomplete_until_its_groups_have_changed(spill_dir, monkeypatch):
-    pair = Pair(Nested)
-
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        pair.step(optimizer)
-        with monkeypatch.context() as patch:
-            patch.setattr("lightning_ssd.optimizer.step.stepper.WholeStep.apply", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
-        with pytest.raises(RuntimeError, match="incomplete"):
-            optimizer.step()
-
-
 def test_a_state_dict_that_is_interrupted_leaves_the_hooks(spill_dir):
     pair = Pair(adamw, ((64, 40),) * 3)
     points = PointsIn(
@@ -207,54 +189,3 @@ def test_a_state_dict_that_is_interrupted_leaves_the_hooks(spill_dir):
             assert "mark" in optimizer.state_dict(), where
             assert pair.inner.state is optimizer._live
             assert pair.inner.param_groups is groups
-
-
-class Own(torch.optim.Adam):
-    """Not one that is known to be elementwise."""
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, Own])
-def test_a_step_that_is_interrupted_leaves_the_optimizer_as_it_was(kind, spill_dir):
-    pair = Pair(lambda p: kind(p, fused=True), ((64, 40),) * 3)
-    points = PointsIn("optimizer/offloaded_optimizer.py", "optimizer/step/stepper.py")
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        optimizer.register_step_pre_hook(lambda *_: None)
-        pair.step(optimizer)
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
-        before = {name: value for name, value in vars(pair.inner).items() if name != "_opt_called"}
-        while (where := points.interrupt(optimizer.step)) is not None:
-            optimizer._broken = None
-            after = {name: value for name, value in vars(pair.inner).items() if name != "_opt_called"}
-            assert before.keys() == after.keys(), where
-            assert all(after[name] is before[name] for name in before), where
-
-
-def test_a_late_parameter_is_updated_whatever_was_interrupted(spill_dir):
-    pair = Pair(adamw, ((128, 150), (64, 40)))
-    points = PointsIn(
-        "optimizer/paged_states.py",
-        "optimizer/step/partition.py",
-        "optimizer/store/store.py",
-        "optimizer/offloaded_optimizer.py",
-    )
-    num = 0
-    with offloaded(pair.inner, spill_dir) as (optimizer, _):
-        pair.step(optimizer)
-        while True:
-            late = torch.nn.Parameter(torch.ones(100, 200))
-            where = points.interrupt(partial(optimizer.add_param_group, {"params": [late]}))
-            if where is None:
-                break
-            num += 1
-            pair.mine.append(late)
-            plain = [torch.nn.Parameter(late.detach().clone())]
-            pair.plain += plain
-            if all(late is not p for group in optimizer.param_groups for p in group["params"]):
-                optimizer.add_param_group({"params": [late]})
-            pair.twin.add_param_group({"params": plain})
-            pair.step(optimizer)
-            pair.check()
-            for parameters, each in ((pair.mine, optimizer), (pair.plain, pair.twin)):
-                del parameters[2:-1], each.param_groups[1:-1]  # or it would take longer each time
-        assert_same_parameters(pair.mine, pair.plain)
-    assert num > 50

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -115,16 +114,6 @@ def test_a_checkpoint_between_any_two_lines_of_a_step(spill_dir):
         assert {text[: len("state_dict() in the middle")] for text in refused} == {"state_dict() in the middle"}
         pair.check(optimizer)
         pair.step(optimizer)
-        pair.check(optimizer)
-
-
-def test_a_closure_may_look(spill_dir):
-    """Nothing is fetched before it has been called."""
-    with offloaded_pair(_sgd, spill_dir, steps=1) as (pair, optimizer):
-        pair.set_gradients()
-        expected = pair.twin.state_dict()
-        optimizer.step(lambda: assert_same_states(optimizer.state_dict(), expected))
-        pair.twin.step()
         pair.check(optimizer)
 
 
@@ -229,17 +218,6 @@ def test_attributes_reach_the_step(spill_dir):
             del optimizer.extra
 
 
-def test_wrappers_that_know_each_other_stay_out_of_their_optimizers(spill_dir):
-    one, other = Pair(adamw), Pair(adamw)
-    with opened(spill_dir) as offloader:
-        first, second = (offloader.offload_optimizer(pair.inner) for pair in (one, other))
-        first.peer = second
-        assert first.peer is second
-        assert "peer" not in vars(one.inner)
-        del first.peer
-        assert not hasattr(first, "peer")
-
-
 def test_what_frameworks_set_stays_on_the_wrapper(spill_dir):
     with offloaded_pair(Scaled, spill_dir) as (pair, optimizer):
         schedules = [LambdaLR(each, lambda step: 1 / (1 + step)) for each in (optimizer, pair.twin)]
@@ -292,16 +270,6 @@ def test_dropping_everything_leaves_no_thread_and_no_file(spill_dir):
     assert gone() is None
     assert (num_files(), num_threads()) == (files, threads)
     assert not list(spill_dir.iterdir())
-
-
-def test_refused_optimizers_leave_no_thread_and_no_file(spill_dir):
-    parameters = [nn.Parameter(torch.ones(3))]
-    with opened(spill_dir) as offloader:
-        files, threads = num_files(), num_threads()
-        for _ in range(3):
-            with pytest.raises(ValueError, match="LBFGS"):
-                offloader.offload_optimizer(torch.optim.LBFGS(parameters))
-        assert (num_files(), num_threads()) == (files, threads)
 
 
 def test_two_optimizers_share_an_offloader(spill_dir):

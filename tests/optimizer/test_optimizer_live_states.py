@@ -122,19 +122,6 @@ def test_a_state_that_something_else_holds_is_refused(spill_dir):
         pair.check()
 
 
-def test_an_optimizer_goes_through_two_runs(spill_dir):
-    """What the first one has left, such as a Trainer, holds its state in cycles until they are collected."""
-    pair = Pair(adamw)
-    for _ in range(2):
-        with opened(spill_dir) as offloader:
-            optimizer = offloader.offload_optimizer(pair.inner)
-            pair.train(optimizer, 2)
-            left = [optimizer]
-            left.append(left)
-            del optimizer, left
-    pair.check()
-
-
 def test_a_state_dict_that_a_hook_edits_is_refused(spill_dir):
     """Plain training would go on with what it makes of it."""
     pair = Pair(adamw)

@@ -15,22 +15,6 @@ SHAPES = ((64, 1024),) * 40
 STATE_BYTES = 2 * 4 * 64 * 1024 * 40  # of AdamW
 
 
-@pytest.mark.parametrize("share", [0.5, 2.0])
-def test_a_cache_saves_its_share_of_the_moves(share, spill_dir):
-    """Bytes moved per step = (1 - C / N) of all, in each direction."""
-    pair = Pair(torch.optim.AdamW, SHAPES)
-    with wrapped(pair.inner, spill_dir, host_memory=int(share * STATE_BYTES)) as optimizer:
-        for _ in range(5):
-            before = optimizer.stats
-            pair.step(optimizer)
-            store_of(optimizer).wait_for_writes()
-            now = optimizer.stats
-        slots = store_of(optimizer).num_slots / now.num_subgroups
-        expected = max(1 - slots, 0) * STATE_BYTES
-        assert now.read_bytes - before.read_bytes == pytest.approx(expected, rel=0.01)
-        assert now.written_bytes - before.written_bytes == pytest.approx(expected, rel=0.01)
-
-
 @pytest.mark.parametrize("share", [0.25, 1.5, 4.0])
 def test_optimizers_share_host_memory(share, spill_dir):
     """The first one takes what it can use, the second one what is left; the activations' tier the rest."""

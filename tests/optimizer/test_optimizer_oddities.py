@@ -138,27 +138,6 @@ def test_parameters_over_the_same_memory_are_refused_before_a_step(spill_dir):
         pair.check(optimizer)
 
 
-def test_parameters_that_are_columns_of_one_matrix_are_refused(spill_dir):
-    """They have no element in common, but lie within each other."""
-    pair = Pair(adamw)
-    for parameters in (pair.mine, pair.plain):
-        both = torch.cat([parameters[0].data, parameters[7].data], dim=1)
-        parameters[0].data, parameters[7].data = both[:, :150], both[:, 150:]
-    with wrapped(pair.inner, spill_dir) as optimizer:
-        pair.set_gradients()
-        with pytest.raises(ConfigError, match=r"lie within the same memory.*Nothing was updated"):
-            optimizer.step()
-        pair.check()
-
-
-def test_a_parameter_in_two_groups_is_refused_as_plainly(spill_dir):
-    with offloaded_pair(adamw, spill_dir) as (pair, optimizer):
-        with pytest.raises(ValueError, match="more than one parameter group"):
-            optimizer.add_param_group({"params": [pair.mine[0]]})
-        pair.step(optimizer)
-        pair.check(optimizer)
-
-
 class Ragged(torch.optim.SGD):
     """Rounds the last element of each tensor otherwise, as vectorised loops may."""
 
@@ -230,20 +209,3 @@ def _train(model, optimizer, batch):
     optimizer.zero_grad()
     model(batch).square().mean().backward()
     optimizer.step()
-
-
-def test_states_elsewhere_stay_there(spill_dir):
-    """On another device, or none."""
-
-    class Elsewhere(Nested):
-        @torch.no_grad()
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                state = self.state[p]
-                state["shape"] = torch.empty(p.shape, device="meta")
-                state["m"] = state.get("m", torch.zeros_like(p)) + p.grad
-                p.sub_(state["m"])
-
-    with offloaded_pair(Elsewhere, spill_dir, steps=3) as (pair, optimizer):
-        pair.check()
-        assert optimizer.state_dict()["state"][3]["shape"].device.type == "meta"

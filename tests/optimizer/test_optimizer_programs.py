@@ -117,11 +117,6 @@ class ZipsNames(ByPlace):
         return [(p, 0.01 * int(name)) for name, p in pairs]
 
 
-class ZipsRates(ByPlace):
-    def rates(self):
-        return [pair[::-1] for g in self.param_groups for pair in zip(g["scales"], g["params"], strict=True)]
-
-
 class NotesInGroups(ByPlace):
     """Counts deep within the options of each group, in place."""
 
@@ -293,17 +288,6 @@ def test_loaded_states_that_slices_cannot_share_come_back_as_they_were(spill_dir
         pair.check(optimizer)
         pair.train(optimizer, 2)
         pair.check(optimizer)
-
-
-def test_a_list_by_parameter_is_no_option_of_the_group(spill_dir):
-    """PyTorch's own ``param_names`` alone is known to have an entry for each."""
-
-    def made(p):
-        scales = [0.01 * (number + 1) for number in range(len(p))]
-        return ZipsRates([{"params": p[:2], "scales": scales[:2]}, {"params": p[2:], "scales": scales[2:]}])
-
-    with offloaded_pair(made, spill_dir) as (pair, optimizer), pytest.raises(ValueError, match=r"zip\(\) argument"):
-        pair.step(optimizer)
 
 
 @pytest.mark.parametrize("masters", [False, True])

@@ -111,8 +111,3 @@ class TestOrder:
         now, then = visit_order(num, step, first), visit_order(num, step + 1, first)
         assert then == now[::-1]
         assert sorted(now) == [*range(num)]
-
-
-rate_lists = st.lists(
-    st.one_of(st.just(0.0), st.floats(1e-3, 1e11), st.integers(1, 9).map(float)), min_size=1, max_size=6
-)

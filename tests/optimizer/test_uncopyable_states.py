@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import Optimizer
 
-from lightning_ssd import HardwareProfile, OffloadPolicy, SSDOffloadStrategy
 from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.memory.file_mapping import FileView
 from tests.support.optimizer_pairs import Pair, adamw, offloaded_pair, wrapped
-from tests.support.trainers import Net, fit
+from tests.support.trainers import Net
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -215,41 +213,6 @@ def test_a_training_with_such_states(kind, shapes, spill_dir):
         pair.check()
 
 
-@pytest.mark.parametrize("kind", VALUES)
-def test_users_add_such_states_to_an_optimizer_whose_parameters_are_cut(kind, spill_dir):
-    pair = Pair(adamw, ((128, 150), (600, 200)))
-    pair.step(pair.inner)
-    both = (pair.mine, pair.plain)
-    for p in (pair.mine[1], pair.plain[1]):
-        (pair.inner if p is pair.mine[1] else pair.twin).state[p]["before"] = VALUES[kind](p)
-    with wrapped(pair.inner, spill_dir) as optimizer:
-        pair.step(optimizer)
-        for p, q in zip(*both, strict=True):
-            optimizer.state[p]["later"], pair.twin.state[q]["later"] = VALUES[kind](p), VALUES[kind](q)
-        for _ in range(2):
-            pair.step(optimizer)
-            pair.check()
-            mine, plain = optimizer.state_dict()["state"], pair.twin.state_dict()["state"]
-            for number, state in plain.items():
-                assert list(mine[number]) == list(state)
-                assert all(torch.equal(mine[number][key], state[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
-    for _ in range(2):
-        pair.step(pair.inner)
-        pair.check()
-
-
-@pytest.mark.parametrize("kind", ["generator", "tensor of tensors", "object", "owner", "marked tensor"])
-def test_a_load_gives_objects_and_copies_tensors(kind, spill_dir):
-    with offloaded_pair(keeps(kind), spill_dir, steps=2) as (pair, optimizer):
-        saved, plain = optimizer.state_dict(), pair.twin.state_dict()
-        optimizer.load_state_dict(saved)
-        pair.twin.load_state_dict(plain)
-        for _ in range(2):
-            pair.step(optimizer)
-            pair.check()
-        assert_as_plain(optimizer.state_dict(), pair.twin.state_dict(), optimizer.state, kind)
-
-
 @pytest.mark.parametrize("shapes", [SEVERAL, ((600, 200),) * 2], ids=["whole", "cut"])
 def test_closing_hands_back_all_but_what_cannot_be_mapped(shapes, spill_dir, monkeypatch):
     pair = Pair(adamw, shapes)
@@ -280,57 +243,6 @@ def test_closing_hands_back_all_but_what_cannot_be_mapped(shapes, spill_dir, mon
 class Fits(Net):
     def configure_optimizers(self):
         return keeps("tensor of tensors")(self.parameters())
-
-
-def test_checkpoints_of_the_trainer(spill_dir, tmp_path):
-    policy = OffloadPolicy(activations="keep", optimizer_states="offload", per_parameter_optimizers="Keeps")
-    hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True)
-    saved = []
-    for strategy in ("auto", SSDOffloadStrategy(policy=policy, hardware=hardware)):
-        directory = tmp_path / str(len(saved))
-        checkpoint = ModelCheckpoint(dirpath=directory, every_n_train_steps=2, save_top_k=-1)
-        fit(Fits, strategy, tmp_path, enable_checkpointing=True, callbacks=[checkpoint])
-        saved.append([torch.load(path, weights_only=False) for path in sorted(directory.iterdir())])
-    assert len(saved[0]) == len(saved[1]) == 3
-    for plain, mine in zip(*saved, strict=True):
-        assert all(map(torch.equal, plain["state_dict"].values(), mine["state_dict"].values()))
-        for number, state in plain["optimizer_states"][0]["state"].items():
-            for key, value in state.items():
-                assert torch.equal(mine["optimizer_states"][0]["state"][number][key].float(), value.float())
-
-
-@pytest.mark.parametrize("kind", KEPT)
-def test_an_optimizer_that_has_such_states_when_it_is_wrapped(kind, spill_dir):
-    """Those that cannot be copied cannot be tried on copies, either."""
-    pair = Pair(keeps(kind), SEVERAL)
-    pair.step(pair.inner)
-    with wrapped(pair.inner, spill_dir) as optimizer:
-        pair.step(optimizer)
-        pair.step(optimizer, [0])
-        pair.step(optimizer)
-        pair.check()
-
-
-@pytest.mark.parametrize("make", [threading.Lock, lambda: Opaque(torch.zeros(4, dtype=torch.bfloat16))])
-def test_an_option_that_cannot_be_copied_is_given_as_it_is(make, spill_dir):
-    pair = Pair(adamw, SEVERAL)
-    option = make()
-    pair.inner.param_groups[0]["extra"] = option
-    with wrapped(pair.inner, spill_dir) as optimizer:
-        for _ in range(2):
-            pair.step(optimizer)
-            pair.check()
-        assert optimizer.param_groups[0]["extra"] is option
-
-
-@pytest.mark.parametrize("kind", ["tensor of tensors", "marked tensor"])
-def test_tensors_of_a_state_dict_stay_what_they_are(kind, spill_dir):
-    with offloaded_pair(keeps(kind), spill_dir, steps=1) as (pair, optimizer):
-        saved = optimizer.state_dict()["state"]
-        expected = {number: [value.float().clone() for value in state.values()] for number, state in saved.items()}
-        pair.train(optimizer, 2)
-        for number, state in saved.items():
-            assert all(map(torch.equal, [value.float() for value in state.values()], expected[number]))
 
 
 def test_wrapped_tensors_that_two_parameters_share_are_refused(spill_dir):

@@ -1,6 +1,5 @@
 """A gradient that goes to its file takes the place of the last one: the same bytes, and nothing is read for it."""
 
-import _thread
 import errno
 import gc
 import io
@@ -24,7 +23,6 @@ from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.posix import PosixBackend
 from tests.support.patience import PATIENCE_S
 from tests.support.process_memory import read_bytes
-from tests.support.weight_loops import in_a_fork
 
 SIDE = 1024
 
@@ -76,10 +74,6 @@ def test_the_last_gradient_is_not_read(files, gradients):
     assert read_bytes() - before >= expected.nbytes, "this file system does not tell what is read"
 
 
-def overlapping(offset):
-    return torch.randn(16).as_strided((4, 4), (0, 1), offset)
-
-
 LAYOUTS = {
     "contiguous": lambda: torch.randn(30, 50),
     "less than a page": lambda: torch.randn(3),
@@ -124,12 +118,6 @@ def test_without_proc_a_gradient_stays_in_memory(gradients, monkeypatch):
         found = accumulated(gradients, nn.Parameter(torch.zeros(SIDE, SIDE)), expected.clone())
     assert torch.equal(found, expected)
     assert not is_mapped(found.untyped_storage())
-
-
-def test_a_gradient_that_covers_itself_fails_as_copying_it_does(gradients):
-    parameter = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(RuntimeError, match="single memory location"):
-        accumulated(gradients, parameter, overlapping(4))
 
 
 class Refusing:
@@ -240,12 +228,6 @@ def whole(parameter):
     return [Piece(parameter, 0, parameter.numel())]
 
 
-def update(parameter):
-    assert parameter.grad is not None
-    with torch.no_grad():
-        parameter.sub_(parameter.grad)
-
-
 @pytest.mark.parametrize("when", ["now", "ahead"])
 def test_what_cannot_be_read_is_an_error_not_a_signal(when, parameters, files, pages):
     with files._changing.arenas[0].use() as fd:
@@ -262,15 +244,6 @@ def test_what_cannot_be_read_is_an_error_not_a_signal(when, parameters, files, p
                 raise AssertionError("nothing may be touched")
         finally:
             os.ftruncate(fd, size)
-
-
-def test_a_fork_is_left_alone(parameters, pages):
-    def enter():
-        with pages.updating(whole(parameters[0]), whole(parameters[1])):
-            pass
-        pages.close()
-
-    assert in_a_fork(enter) == 0
 
 
 class Room(HostRoom):
@@ -303,18 +276,3 @@ def test_what_was_updated_is_written_at_once_where_memory_is_short(parameters, f
         pass
     assert len(begun) == (not is_enough), "what is no file any more is not written"
     pages.close()
-
-
-def test_without_threads_they_come_when_it_is_their_turn(parameters, files, monkeypatch):
-    def refuse(*args):
-        raise RuntimeError("can't start new thread")
-
-    expected = [(p.detach() - p.grad).clone() for p in parameters if p.grad is not None]
-    with monkeypatch.context() as patch:
-        patch.setattr(_thread, "start_new_thread", refuse)
-        pages = UpdatePages(files, HostRoom())
-    for now, following in zip(parameters, [*parameters[1:], parameters[0]], strict=True):
-        with pages.updating(whole(now), whole(following)):
-            update(now)
-    pages.close()
-    assert all(map(torch.equal, parameters, expected))

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from lightning_ssd.parameters.device_pager import _guarding_lost_weights
-from tests.parameters.test_device_gradients import have_left as gradients_have_left
 from tests.parameters.test_device_gradients import pager_of
 from tests.parameters.test_device_training import have_left, policy  # noqa: F401  # the policy is that of ``opened``
 from tests.support.helpers import meaning_of
@@ -282,40 +281,6 @@ def test_swapping_tensors_is_refused_while_they_are_offloaded(does, options, ope
 
     loop = Loop(offloader, after_step=swap).run(5)
     assert same(loop.result(), Loop(None).run(5).result())
-
-
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_the_user_run_after_a_swap_behind_the_end(register, opened):
-    """A swap leaves a dictionary of hooks whose hooks never run; one of ours would swallow the user's."""
-    offloader, called = opened(**GRADIENTS), []
-    loop = Loop(offloader)
-    loop.backward()
-    offloader.close()
-    loop.offloader = None
-    loop.model.zero_grad()
-    swap_with_a_tensor(loop.model)
-    getattr(loop.model.blocks[1].up.weight, register)(called.append)
-    loop.backward(step=1)
-    assert len(called) == 1
-
-
-@pytest.mark.usefixtures("swapping")
-def test_a_conversion_that_is_refused_loses_no_gradient(opened):
-    """Module.to() takes the gradient away meanwhile, and gives it back."""
-
-    def run(offloader):
-        loop = Loop(offloader)
-        loop.backward()
-        assert offloader is None or gradients_have_left(offloader, loop.model)
-        weight = loop.model.blocks[0].up.weight
-        seen = weight.view_as(weight)
-        with pytest.raises(RuntimeError, match="Couldn't swap"):
-            loop.model.blocks[0].up._apply(torch.clone)
-        del seen
-        loop.backward(step=1)
-        return [p.grad.clone() for p in loop.model.parameters() if p.grad is not None]
-
-    assert same(run(opened(**GRADIENTS)), run(None))
 
 
 def test_tensors_can_be_swapped_after_closing(opened):

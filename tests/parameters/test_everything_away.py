@@ -1,6 +1,5 @@
 """Trained weights, gradients and optimizer states on a drive, all at once: the bits of plain training."""
 
-import copy
 import gc
 import signal
 from functools import cache, partial
@@ -113,17 +112,6 @@ HOLDERS = {
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_gradient_that_somebody_has_is_not_exchanged(holder, opened):
     assert same(gradient_twice(HOLDERS[holder], opened()), gradient_twice(HOLDERS[holder], PLAIN))
-
-
-def test_one_gradient_of_two_parameters(opened):
-    found = []
-    for offloader in (PLAIN, opened()):
-        torch.manual_seed(4)
-        layers = taken_over(offloader, nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2))))
-        layers[0].weight.grad = layers[1].weight.grad = torch.zeros(128, 128)
-        layers(torch.ones(2, 128)).sum().backward()
-        found.append([layer.weight.grad for layer in layers])
-    assert same(*found)
 
 
 def test_a_gradient_or_storage_object_that_somebody_keeps_is_not_written_over(opened):
@@ -254,33 +242,8 @@ def test_after_closing_training_goes_on_in_memory(opened):
     assert not any(mapped_storage.is_mapped(p.grad.untyped_storage()) for p in model.parameters() if p.grad is not None)
 
 
-def test_a_fork_trains_by_itself_what_was_copied_before(opened):
-    loop = Loop(opened()).run(1)
-    twin = copy.deepcopy(loop.model)
-
-    def train():
-        twin(next(batches(1))).sum().backward()
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter.sub_(parameter.grad)
-
-    expected = [value.clone() for value in loop.model.state_dict().values()]
-    assert in_a_fork(train) == 0
-    assert same(list(loop.model.state_dict().values()), expected)
-
-
 def test_what_the_drive_has_lost_ends_training(opened, monkeypatch):
     loop = Loop(opened())
     monkeypatch.setattr(mapped_storage, "_sync_file_range", lambda *_: -1)
     with pytest.raises(StorageError, match="weights or gradients that were changed could not be written"):
         loop.run(200)  # a thread looks, which a busy machine may keep from it for some steps
-
-
-def test_nothing_is_left_of_a_model_that_is_gone(opened):
-    offloader = opened()
-    loop = Loop(offloader).run(1)
-    keys = [mapped_storage._mapped[p.untyped_storage()._cdata] for p in loop.model.parameters() if p.dim() > 1]
-    offloader.close()
-    del loop
-    gc.collect()
-    assert not any(key.alive() for key, _ in keys)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ssd.memory import host_room
-from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
+from lightning_ssd.memory.file_mapping import READ_BYTES
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager
@@ -18,37 +18,6 @@ from lightning_ssd.storage.posix import PosixBackend
 NUM_PARTS = 3
 """Of each weight, in which it is read."""
 PATIENCE_S = 20.0
-
-
-class Parts:
-    """The parts that a reader shows, as numbers of their weights; it waits at the first one until it is let on."""
-
-    def __init__(self, memories, patch):
-        self.shown = []
-        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
-        self._offsets = [memory._extent.offset for memory in memories]
-        self._real = FileView.show
-        patch.setattr(FileView, "show", lambda view, *args, **options: self._show(view, *args, **options))
-
-    def _show(self, view, start, fd, offset, nbytes, *, shared=False):
-        self.shown += [
-            number for number, first in enumerate(self._offsets) if first <= offset < first + NUM_PARTS * READ_BYTES
-        ]
-        self.has_begun.set()
-        assert self.may_go_on.wait(PATIENCE_S)
-        self._real(view, start, fd, offset, nbytes, shared=shared)
-
-    def wait_for(self, number):
-        deadline_s = time.monotonic() + PATIENCE_S
-        while self.shown.count(number) < NUM_PARTS:
-            assert time.monotonic() < deadline_s, self.shown
-            time.sleep(0.001)
-
-
-@pytest.fixture
-def pager(spill_dir):
-    with opened_pager(spill_dir, MappedPager()) as opened:
-        yield opened
 
 
 @contextmanager
@@ -68,39 +37,19 @@ def opened_pager(spill_dir, opened):
         backend.close()
 
 
-@pytest.fixture
-def parts(pager, monkeypatch):
-    made = Parts([weight.memory for weight in pager.weights], monkeypatch)
-    yield made
-    made.may_go_on.set()
-
-
 def use(pager, unit):
     with torch.no_grad():
         pager.enter(unit)
         pager.leave(unit)
 
 
-def test_of_what_was_asked_for_only_the_last_is_read_on(pager, parts):
-    pager._look_ahead(None, pager.units[0])
-    assert parts.has_begun.wait(PATIENCE_S)
-    for unit in pager.units[1:4]:
-        pager._look_ahead(None, unit)
-    parts.may_go_on.set()
-    parts.wait_for(3)
-    assert parts.shown == [0] + NUM_PARTS * [3]
-
-
 class Room:
     def __init__(self, patch):
         self.nbytes = None
-        self.refusal = None
         patch.setattr(host_room, "host_available_bytes", self.ask)
         patch.setattr(host_room, "_LOOK_S", 0.0)
 
     def ask(self, cached_bytes):
-        if self.refusal is not None:
-            raise self.refusal
         return self.nbytes
 
 
@@ -165,31 +114,3 @@ def test_what_was_mapped_ahead_and_is_not_used_leaves(spill_dir, monkeypatch, ha
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
         assert first.resident_bytes is None
-
-
-def test_nothing_more_is_mapped_ahead_once_memory_is_short_or_nobody_tells(spill_dir, monkeypatch):
-    memory = Room(monkeypatch)
-    memory.nbytes = AMPLE
-    with opened_pager(spill_dir, MappedPager(HostRoom())) as pager:
-        for unit in (*pager.units[:3], *pager.units[:2]):
-            use(pager, unit)
-        assert pager.window_bytes == 2 * UNIT
-        memory.refusal = OSError("too many open files")
-        use(pager, pager.units[2])
-        assert pager.window_bytes == 2 * UNIT, "as was known"
-        memory.refusal, memory.nbytes = None, AMPLE - 1
-        use(pager, pager.units[0])
-        assert pager.window_bytes == UNIT
-        assert pager.units[1].coming is None
-
-
-def test_closing_waits_for_no_more_than_a_part(pager, parts):
-    pager._look_ahead(None, pager.units[0])
-    assert parts.has_begun.wait(PATIENCE_S)
-    closing = threading.Thread(target=pager.close)
-    closing.start()
-    time.sleep(0.3)  # it has asked for no more by now
-    parts.may_go_on.set()
-    closing.join(PATIENCE_S)
-    assert not closing.is_alive()
-    assert parts.shown == [0]

@@ -17,7 +17,6 @@ from tests.support.weight_loops import (
     NUM_BLOCKS,
     VOCABULARY,
     WIDTH,
-    Block,
     Net,
     batches,
     built,
@@ -84,15 +83,6 @@ def test_with_autocast(trains_all, activations, is_cached, opened):
     assert same(train(model, offloader, optimizer=adamw), train(plain))
     assert equal_weights(model, plain)
     assert offloader.stats.weights_bytes > 0
-
-
-def test_a_forward_on_the_meta_device_tells_shapes_as_ever(opened):
-    block = Block()
-    block.up.requires_grad_(False)
-    opened(block)
-    meta = {name: torch.empty_like(parameter, device="meta") for name, parameter in block.named_parameters()}
-    shown = torch.func.functional_call(block, meta, torch.empty(3, WIDTH, device="meta"))
-    assert shown.shape == (3, WIDTH)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, which it means to hide
@@ -297,22 +287,6 @@ def test_a_buffer_in_the_same_memory_keeps_it_there(opened):
     model.register_buffer("shown", model.blocks[0].up.weight.data)
     with pytest.warns(UserWarning, match="a buffer lies in the same memory"):
         opened(model)
-
-
-class Renamed(Net):
-    def named_parameters(self, prefix="", recurse=True):
-        for name, parameter in super().named_parameters(prefix, recurse):
-            yield f"wrapped.{name}", parameter
-
-
-def test_names_that_are_not_those_of_the_modules(opened):
-    plain = built()
-    torch.manual_seed(0)
-    model = frozen(Renamed())
-    offloader = opened(model)
-    assert same(train(model, offloader), train(plain))
-    assert equal_weights(model, plain)
-    assert offloader.stats.weights_bytes == 4 * (NUM_BLOCKS * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
 
 
 def test_identity_shape_and_version_stay(opened):

@@ -6,16 +6,12 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from lightning_ssd import HardwareProfile, Offloader
-from lightning_ssd.common.dtensor import CutWatch
 from tests.parameters.test_paged_weights import policy
 from tests.support.late import late_copies
 from tests.support.patience import PATIENCE_S
 from tests.support.weight_loops import built, equal_weights, same, train
-
-_METHODS = ("_init_sharded_param", "reset_sharded_param")
 
 
 @pytest.fixture(params=["cpu", "device"])
@@ -73,19 +69,6 @@ def test_threads_build_at_once_and_end_in_any_order(opened):
         assert same(train(model, offloader, optimizer=update), expected)
 
 
-def test_what_is_trained_lies_where_changes_do_after_threads_have_built(opened):
-    offloader = opened()
-    inner, outer = offloader.streamed_init(), offloader.streamed_init()
-    thread = threading.Thread(target=outer.__enter__)
-    thread.start()
-    thread.join()
-    with inner:
-        pass
-    assert not offloader._parts.parameters.weights._builds_here
-    outer.__exit__(None, None, None)
-    assert not offloader._parts.parameters.weights._builders
-
-
 @pytest.mark.filterwarnings("ignore:13 weights stay in memory.* it waits for another offloader")  # of a device
 @pytest.mark.parametrize("registers", ["inner", "outer"])
 def test_two_offloaders_around_one_building(registers, opened):
@@ -115,13 +98,3 @@ def test_again_inside_of_itself(opened):
     nn.Sequential(nn.Linear(512, 512))
     assert weights_of(offloader) == 2 * num
     assert equal_weights(first, second)
-
-
-def test_watches_of_shards_end_in_any_order():
-    before = [getattr(FSDPParam, name) for name in _METHODS]
-    first, second = CutWatch(lambda shard: None), CutWatch(lambda shard: None)
-    first.remove()
-    assert [getattr(FSDPParam, name) for name in _METHODS] != before, "the second one still watches"
-    second.remove()
-    second.remove()
-    assert [getattr(FSDPParam, name) for name in _METHODS] == before

@@ -66,14 +66,6 @@ def test_weights_that_turn_out_to_be_trained_come_back(opened):
     assert same(train(model, offloader), train(plain))
 
 
-def test_without_offloaded_parameters_building_is_as_ever(opened):
-    offloader = opened(parameters="keep")
-    with offloader.streamed_init():
-        model = built()
-    assert equal_weights(model, built())
-    assert offloader.stats.weights_bytes == 0
-
-
 # -- the end, and what goes wrong ------------------------------------------------------------------------------------
 
 
@@ -128,23 +120,6 @@ def resumed(weights):
         for parameter, weight in zip(model.parameters(), weights, strict=True):
             parameter.copy_(weight)
     return model
-
-
-def test_a_fork_after_closing_has_weights_of_its_own(opened):
-    plain, model = built(), built()
-    offloader = opened(model)
-    expected = train(plain)
-    assert same(train(model, offloader), expected)
-    offloader.close()
-
-    def change():
-        assert equal_weights(model, plain)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-
-    assert in_a_fork(change) == 0
-    assert equal_weights(model, plain)
 
 
 def test_a_drive_without_room_is_an_error_before_anything_moves(opened, monkeypatch):

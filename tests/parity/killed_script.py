@@ -18,9 +18,8 @@ from torch import nn
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.planning import update_memory
 from tests.parity.models import causal_batch, gpt2, hugging_face_loss
-from tests.support import everything_away
-from tests.support.everything_away import all_away, away_from_device, train
-from tests.support.helpers import open_offloader
+from tests.support.everything_away import all_away, away_from_device
+from tests.support.helpers import Session, Training, open_offloader
 
 COUNTS: dict[str, int] = {}
 
@@ -82,9 +81,9 @@ def everything(directory: Path, opens: Any = all_away) -> None:
         return write(files, *args, **named)
 
     WeightFiles.write = writes  # type: ignore[method-assign]
-    everything_away.OPTIMIZERS["adamw"] = optimizer
+    training = Training(model, causal_batch, hugging_face_loss, steps=1000, make_optimizer=optimizer)
     with opens(directory, activations="offload", per_parameter_optimizers="Stops") as offloader:
-        train(model, causal_batch, hugging_face_loss, offloader, steps=1000)
+        training(Session(offloader, drained=True))
 
 
 def device(directory: Path) -> None:

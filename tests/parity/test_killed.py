@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 from tests.parity.models import causal_batch, gpt2, hugging_face_loss
-from tests.support.everything_away import all_away, away_from_device, train
-from tests.support.helpers import assert_identical
+from tests.support.everything_away import all_away, away_from_device
+from tests.support.helpers import Session, Training, assert_identical
 
 POINTS = {
     "activations": ("forward",),
@@ -50,11 +50,11 @@ def kill(what: str, point: str, directory: Path, forks: list[str]) -> int:
 
 def assert_trains(directory: Path) -> None:
     """The next process that uses the directory finds nothing in its way."""
-    steps = (lambda: gpt2(hidden=160)), causal_batch, hugging_face_loss
-    expected = train(*steps, steps=2).result()
+    training = Training(lambda: gpt2(hidden=160), causal_batch, hugging_face_loss, steps=2)
+    expected = training(Session())
     for opens in (all_away, away_from_device):
         with opens(directory, activations="offload") as offloader:
-            assert_identical(train(*steps, offloader, steps=2).result(), expected)
+            assert_identical(training(Session(offloader, drained=True)), expected)
     assert entries(directory) == []
 
 

@@ -21,12 +21,10 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
-    LearningRateMonitor,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.strategies import Strategy
@@ -140,30 +138,6 @@ def test_a_module_made_under_init_module(precision: Any, tmp_path: Path) -> None
     assert_moved(trainer)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_lightning_cli_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
-    from lightning.pytorch.cli import LightningCLI
-
-    class_path = "lightning_ssd.strategies.ssd_offload.SSDOffloadStrategy"
-    policy = {"activations": "offload", "min_tensor_bytes": 4096, "optimizer_states": "offload"}
-    ours = {
-        "class_path": class_path,
-        "init_args": {"policy": policy, "hardware": {"paths": [str(tmp_path)], "allow_unsuitable_paths": True}},
-    }
-    monkeypatch.setattr("sys.argv", ["train"])
-    seen = []
-    for strategy in ("auto", ours):
-        settings = {"accelerator": "cpu", "devices": 1, "logger": False, "max_epochs": 1, "num_sanity_val_steps": 0}
-        quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        arguments = {"seed_everything": 7, "trainer": {**settings, **quiet, "strategy": strategy}}
-        cli = LightningCLI(Net, run=False, save_config_callback=None, args=arguments)
-        cli.trainer.fit(cli.model)
-        seen.append(everything(cli.trainer, cli.model))
-    assert_identical(seen[1], seen[0])
-    assert_moved(cli.trainer)
-
-
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
@@ -237,21 +211,6 @@ def test_learning_rate_finder(tmp_path: Path) -> None:
 
     (_, plain), (_, ours) = both(nets.WithRate, tmp_path, settings)
     assert ours.lr == plain.lr != 1e-3
-
-
-@pytest.mark.parametrize("make", [partial(nets.Scheduled, "step"), ManualNet], ids=["scheduler", "two"])
-def test_the_learning_rate_monitor_sees_what_it_would_see_without_us(make: Make, tmp_path: Path) -> None:
-    monitors: list[LearningRateMonitor] = []
-
-    def settings(directory: Path) -> dict[str, Any]:
-        monitors.append(LearningRateMonitor("step", log_momentum=True))
-        return {"callbacks": monitors[-1:], "logger": CSVLogger(directory), "log_every_n_steps": 1}
-
-    both(make, tmp_path, settings)
-    plain, ours = monitors
-    assert plain.lrs
-    assert ours.lrs == plain.lrs
-    assert ours.last_momentum_values == plain.last_momentum_values
 
 
 @pytest.mark.parametrize("make", [nets.Overflows, nets.FusedOverflows])

@@ -12,7 +12,6 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from lightning_ssd.common.tensors import StorageKey
@@ -24,7 +23,6 @@ from tests.parity.recomputing import assert_recompute_parity
 from tests.support.helpers import (
     DRAINED,
     PLANNED,
-    Raised,
     Session,
     Setup,
     Training,
@@ -47,53 +45,25 @@ SETUPS = {"offload": DRAINED, "recompute_offload": Setup(activations="recompute_
 
 
 class Coming:
-    """``checkpoint()`` as pytorch#191236 announces it: hooks around it need the flag, by which they see what selective
-    checkpointing saves.
-    """
-
-    def __init__(self) -> None:
-        self.__module__ = torch.utils.checkpoint.__name__
-        self.hooks: Any = None
+    """``checkpoint()`` as pytorch#191236 announces it: hooks around it need the flag."""
 
     def __call__(
         self,
-        function: Callable[..., Any],
+        function: Any,
         *args: Any,
         use_reentrant: bool,
         respect_saved_tensors_hooks: bool | None = None,
-        **settings: Any,
+        **more: Any,
     ) -> Any:
         if use_reentrant and respect_saved_tensors_hooks is not None:
             raise ValueError(f"{FLAG} needs use_reentrant=False")
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        is_around = hooks is not None and hooks[0].__module__ != self.__module__
+        is_around = hooks is not None and hooks[0].__module__ != torch.utils.checkpoint.__name__
         if is_around and respect_saved_tensors_hooks is None and not use_reentrant:
             raise RuntimeError(f"saved tensors hooks are active: pass {FLAG}=True or False")
-        self.hooks = hooks if is_around and respect_saved_tensors_hooks else None
         # Not given where it is not chosen: a newer PyTorch has a flag of its own.
-        given = {} if FLAG not in inspect.signature(checkpoint).parameters else {FLAG: False}
-        return checkpoint(function, *args, use_reentrant=use_reentrant, **({} if use_reentrant else given), **settings)
-
-
-class Cached:
-    """What selective checkpointing saves of a value: by the hooks around it, where they are respected."""
-
-    def __init__(self, value: Any, *, coming: Coming) -> None:
-        self.value = value
-        if isinstance(value, torch.Tensor) and coming.hooks is not None:
-            with saved_tensors_hooks(*coming.hooks):
-                self.value = torch._C._autograd._make_saved_tensor(value, is_output=False)
-
-    def get_val(self, _: bool) -> Any:
-        return self.value.unpack() if isinstance(self.value, torch._C._autograd.SavedTensor) else self.value
-
-
-@pytest.fixture
-def coming(monkeypatch: pytest.MonkeyPatch) -> Coming:
-    made = Coming()
-    monkeypatch.setattr(torch.utils.checkpoint, "_VersionWrapper", partial(Cached, coming=made))
-    monkeypatch.setattr(checkpointed_call, "checkpoint", made)
-    return made
+        given = {} if use_reentrant or FLAG not in inspect.signature(checkpoint).parameters else {FLAG: False}
+        return checkpoint(function, *args, use_reentrant=use_reentrant, **given, **more)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -107,62 +77,38 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Checkpointing(nn.Module):
-    def __init__(self, run: Callable[..., Any], settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
         self.blocks = models.Perceptrons(dropout=0.2).blocks
-        self.run, self.settings = run, settings
+        self.settings = settings
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = x + self.run(block, x, **self.settings)
+            x = x + checkpoint(block, x, **self.settings)
         return x
 
 
-def training(kind: str, run: Callable[..., Any] = checkpoint, **flag: bool | None) -> Training:
+def training(kind: str) -> Training:
     """Re-entrant checkpointing trains nothing unless an input of the block requires gradients."""
     return Training(
-        lambda: Checkpointing(run, KINDS[kind] | flag),
+        lambda: Checkpointing(KINDS[kind]),
         lambda step: {"x": inputs(step)["x"].requires_grad_()},
         mean_square,
     )
-
-
-def saved_bytes(program: Training, setup: Setup, directory: Path, expected: Any) -> int:
-    """Of a program that was found to be exact."""
-    with open_offloader(directory, setup) as offloader:
-        assert_identical(outcome(program, Session.of(offloader, setup)), expected)
-        assert_released(offloader)
-        assert setup is PLANNED or offloader.stats.bytes_read > 0
-        return offloader.stats.bytes_saved
 
 
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_of_the_program_is_exact(kind: str, setup: str, tmp_path: Path) -> None:
     expected = outcome(training(kind), Session())
-    saved_bytes(training(kind), SETUPS[setup], tmp_path, expected)
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("kind", ["non-reentrant", "selective"])
-def test_a_checkpoint_of_the_coming_pytorch_is_exact(kind: str, setup: str, coming: Coming, tmp_path: Path) -> None:
-    expected = outcome(training(kind), Session())
-    saved = {
-        flag: saved_bytes(training(kind, coming, **{FLAG: flag}), SETUPS[setup], tmp_path, expected)
-        for flag in (False, True)
-    }
-    assert (saved[True] > saved[False]) == (kind == "selective"), "the hooks see what they are to see"
-
-
-def test_a_flag_that_the_program_does_not_give_is_pytorchs_error(coming: Coming, tmp_path: Path) -> None:
-    with open_offloader(tmp_path) as offloader:
-        raised = outcome(training("non-reentrant", coming), Session(offloader))
+    with open_offloader(tmp_path, SETUPS[setup]) as offloader:
+        assert_identical(outcome(training(kind), Session.of(offloader, SETUPS[setup])), expected)
         assert_released(offloader)
-    assert isinstance(raised, Raised)
-    assert FLAG in raised.text
+        assert setup == "planned" or offloader.stats.bytes_read > 0
 
 
-def test_our_own_checkpoints_give_the_flag(coming: Coming, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_checkpoints_give_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointed_call, "checkpoint", Coming())
     assert_recompute_parity(TRAININGS["dropout"]())
     monkeypatch.setattr(checkpointed_call, "_said_of_hooks", lambda function: {})
     with pytest.raises(AssertionError, match=FLAG):

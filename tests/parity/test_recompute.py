@@ -248,16 +248,6 @@ def test_checkpoints_of_the_model(mode: str) -> None:
         assert all("checkpoints it by itself" in reason for reason in refused.values())
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_hugging_face_checkpointing(reentrant: bool) -> None:
-    def prepare(model: nn.Module) -> nn.Module:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})  # type: ignore[operator]
-        return model
-
-    training = models.gpt2_training(hidden=40, dropout=0.1, prepare=prepare)
-    assert_identical(outcome(training, Recomputing(EVERY)), outcome(training, Session()))
-
-
 def test_a_checkpoint_inside_of_a_block() -> None:
     class Inner(nn.Module):
         def __init__(self) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd.errors import ConfigError, RecomputeError
+from lightning_ssd.errors import ConfigError
 from tests.parity.graph_programs import PROGRAMS
-from tests.parity.models import Perceptrons, floats, inputs, mean_square
-from tests.parity.recomputing import EVERY, NONE, Recomputing, assert_recompute_parity
+from tests.parity.models import inputs, mean_square
+from tests.parity.recomputing import EVERY, Recomputing, assert_recompute_parity
 from tests.support.helpers import Session, Training, assert_identical, outcome
 
 # -- ways of going backward ------------------------------------------------------------------------------------------
@@ -37,80 +37,7 @@ def test_backward_inside_of_the_pass(name: str) -> None:
     assert session.asked == 3
 
 
-def test_a_reentrant_checkpoint_inside_of_the_pass() -> None:
-    """Its backward calls the blocks themselves."""
-
-    def program(session: Session) -> Any:
-        model = Perceptrons(dropout=0.3, mode="reentrant")
-        session.register(model)
-        x = floats(0, 6, 17, 40).requires_grad_()
-        with session.saved():
-            mean_square(model, {"x": x}).backward()
-        return x.grad, [parameter.grad for parameter in model.parameters()]
-
-    session = Recomputing(EVERY)
-    assert_identical(outcome(program, session), outcome(program, Session()))
-    assert session.asked == 0  # forward ran without gradients, and the rest is a repetition
-
-
 # -- what a forward registers and asks for ---------------------------------------------------------------------------
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(40, 40)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).tanh()
-
-
-def test_hooks_of_an_input_outlast_the_time_in_which_it_is_frozen() -> None:
-    """Autograd gives a frozen one back as the very tensor."""
-
-    class Scaling(Plain):
-        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return super().forward(x * scale)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.scale = nn.Linear(40, 40), nn.Parameter(torch.randn(40))
-            self.scale.register_hook(lambda gradient: gradient / 3)
-            self.blocks = nn.ModuleList([Scaling(), Scaling(), Scaling()])
-            self.num_calls = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.scale.requires_grad_(self.num_calls > 0)
-            self.num_calls += 1
-            x = self.linear(x)
-            for block in self.blocks:
-                x = block(x, self.scale)
-            return x
-
-    assert_recompute_parity(Training(Net, inputs, mean_square), classes=("Scaling",))
-
-
-class AskingForGradients(Plain):
-    """Its forward asks for gradients of what it has computed so far."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        return (y + gradient).tanh()
-
-
-def test_a_block_that_asks_for_gradients_in_its_forward_is_refused_and_kept() -> None:
-    def make_model() -> nn.Module:
-        return nn.Sequential(nn.Linear(40, 40), AskingForGradients(), AskingForGradients())
-
-    training = Training(make_model, inputs, mean_square)
-    with pytest.raises(RecomputeError, match="it asks for gradients in its own forward"):
-        training(Recomputing(EVERY, classes=("AskingForGradients",)))
-    silent = Recomputing(NONE, classes=("AskingForGradients",), wants_inputs=True)
-    assert_identical(outcome(training, silent), outcome(training, Session()))
-    assert all("asks for gradients" in reason for reason in silent.blocks[0].refused.values())
-    assert len(silent.blocks[0].refused) == 2
 
 
 class Hooking(nn.Module):

@@ -212,16 +212,6 @@ def peak(*storages):
     return Trace(storages=storages, order=(), forward_end_s=5.0, end_s=10.0).saved_peak_bytes
 
 
-def test_the_peak_of_a_pass():
-    assert peak() == 0
-    assert peak(saved(3, 0, 9), saved(4, 1, 8), saved(5, 2, 7)) == 12
-    assert peak(saved(3, 0, 1), saved(4, 2, 3)) == 4
-
-
-def test_what_goes_when_the_next_comes_is_not_held_with_it():
-    assert peak(saved(3, 0, 5), saved(4, 5, 9)) == 4
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_the_peak_is_that_of_some_moment(seed):
     rng = random.Random(seed)

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 
 from lightning_ssd import HardwareProfile
 from lightning_ssd.common.tensors import Region
-from lightning_ssd.storage.backend import Backend
 from recipes.benchmarks import (
     deepspeed,
     hook_evidence,
@@ -31,14 +29,11 @@ from recipes.benchmarks import (
     rivals,
     step,
 )
-from recipes.benchmarks.harness import modes, optimizer_tables, tables
+from recipes.benchmarks.harness import optimizer_tables, tables
 from recipes.benchmarks.harness.mode_names import ModeSpec, parse_mode, parse_modes
-from recipes.benchmarks.harness.process import Child, ChildDiedError, ChildOutOfMemoryError
-from recipes.benchmarks.harness.shapes import TINY
 from recipes.benchmarks.harness.tables import Sample
 from recipes.benchmarks.workers import step as worker
 from recipes.benchmarks.workers.optimizer import states_digest
-from tests.parity.models import Perceptrons, floats
 
 MIB = 1 << 20
 
@@ -263,21 +258,6 @@ def test_names_that_say_nothing_are_refused(name: str, allowed: str) -> None:
         parse_modes(name)
 
 
-def test_a_rate_slows_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = []
-
-    class Noted(modes.BucketBackend):
-        def __init__(self, inner: Backend, bytes_per_s: float) -> None:
-            rates.append(bytes_per_s)
-            super().__init__(inner, bytes_per_s)
-
-    monkeypatch.setattr(modes, "BucketBackend", Noted)
-    for name in ("ssd", "ssd@50MB/s"):
-        with modes.open_mode(name, torch.nn.Linear(2, 2), tmp_path, modes.Settings()):
-            pass
-    assert rates == [50e6]
-
-
 def test_modes_that_would_fill_the_drive_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 << 30))
     names = ["keep", "ssd", "budget=40%", "recompute", "save_on_cpu", "auto@1GB/s", "naive"]
@@ -285,21 +265,6 @@ def test_modes_that_would_fill_the_drive_are_refused(tmp_path: Path, monkeypatch
     step.check_room(names[:5], 6 << 30, tmp_path)
     with pytest.raises(SystemExit, match=r"has 10.0 GiB free.* ssd 6.0, budget=40% 3.6, naive 6.0; name fewer --modes"):
         step.check_room([*names[:5], "naive"], 6 << 30, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked_workers")
-def test_workers_that_die_or_lack_memory_are_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    dies = Child(worker.Job("ssd", TINY, str(tmp_path / "file" / "below"), 1), quiet=True)
-    with pytest.raises(ChildDiedError, match="the process of mode ssd ended with code 1"):
-        dies.answer()
-    lacks = Child(worker.Job("keep", replace(TINY, batch=1 << 50), str(tmp_path), 1), quiet=True)
-    lacks.answer()
-    with pytest.raises(ChildOutOfMemoryError, match=r"mode keep is out of memory: .*can't allocate"):
-        lacks.ask("step")
-    dies.close()
-    lacks.close()
 
 
 # -- arithmetic, and wrong bits ----------------------------------------------------------------------------------------
@@ -415,40 +380,6 @@ def test_what_came_back_otherwise_is_no_measurement(tmp_path: Path, monkeypatch:
     assert list((tmp_path / "drive").iterdir()) == []
 
 
-def test_another_repetition_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers", reason="the block is transformers'")
-    monkeypatch.setattr("lightning_ssd.recompute.fingerprint.Fingerprint.difference", lambda *_: "something")
-    with pytest.raises(RuntimeError, match="the same tensors were found to differ"):
-        recompute.shares(batch=1, length=8, width=64, rounds=1)
-
-
-def test_what_autograd_saves_is_accounted_once_per_storage() -> None:
-    x = torch.rand(100).requires_grad_()
-    account = modes.Account(model := Perceptrons(num_blocks=1))
-    with account.hooks():
-        y = x * 1
-        loss = (y.sin() + y.cos() + y[:3].exp().sum()).sum()
-    assert account.held_bytes == 100 * 4 + 3 * 4
-    del loss, y
-    assert account.held_bytes == 0
-    with account.hooks():
-        loss = model(floats(0, 5, 40)).square().mean()
-    assert 0 < account.held_bytes < 5 * 40 * 4 * 12
-    loss.backward()
-    assert account.held_bytes == 0
-
-
-def test_steps_over_the_budget_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of the warm-up apart, since the profiled step keeps everything on purpose."""
-    residents = enumerate((500, 100, 101, 99))
-    (row,) = tables.summarise(
-        [stepped("budget=100", number, 1.0, resident_peak_bytes=n, budget_bytes=100) for number, n in residents]
-    )
-    assert (row["num_over_budget"], row["num_checked_steps"], row["num_over_budget_warmup"]) == (1, 3, 1)
-    tables.show([row])
-    assert "| 1 of 3 |" in capsys.readouterr().out
-
-
 def test_digests_tell_bits_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
     def saved(**changed: Any) -> dict[str, Any]:
         return {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(5)} | changed}, "param_groups": []}
@@ -467,34 +398,3 @@ def test_digests_tell_bits_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not torch.equal(worker.checksums(other), expected)
     assert not torch.equal(worker.checksums(tensor[[1, 0, *range(2, 5000)]]), expected)
     assert not torch.equal(worker.checksums(tensor.roll(1000)), expected)
-
-
-FACTS = {"parameter_bytes": 110, "small_bytes": 10, "trained_bytes": 110, "largest_unit_bytes": 20}
-
-
-def test_weights_are_compared_with_keeps_of_the_same_turn_and_with_the_bound() -> None:
-    assert parameters.expected_bytes(FACTS, "away") == (3 * 100 + 100 + 220, 100 + 100 + 220)
-    adapters = FACTS | {"trained_bytes": 7}
-    bound = parameters.bound_bytes(adapters, {"slots_bytes": 0}, 30, "frozen_away")
-    assert bound == round(1.1 * (2 * 20 + 10 + 7 + 2 * 7 + 30))
-    assert parameters.bound_bytes(FACTS, {"slots_bytes": 40}, 30, "away") == round(1.1 * (4 * 20 + 40 + 20 + 30))
-    turns = [
-        {"mode": mode, "turn": turn, "step_s": seconds, "stall_s": 0.0, "peak_bytes": 9, "drive_s": 3.0}
-        for turn, keep_s in enumerate((2.0, 4.0))
-        for mode, seconds in (("keep", keep_s), ("away", 6.0))
-    ]
-    fact = FACTS | {"empty_bytes": 4, "slots_bytes": 0, "activation_bytes": 0, "losses": ["a"], "weights": "w"}
-    keep, away = parameters.summarise(turns, {"keep": fact, "away": fact | {"losses": ["b"]}})
-    assert (keep["of_keep"], keep["equal"]) == (1.0, True)
-    assert (away["of_keep"], away["of_bound"], away["peak_bytes"], away["equal"]) == (2.25, 1.75, 5, False)
-
-
-def test_what_compute_loses_to_a_drive_is_of_the_same_round() -> None:
-    samples = [
-        io_beside_compute.Sample(threads=2, kind=kind, per_s=pace * speed, gib_per_s=rate, core_s=2.0)
-        for pace in (10.0, 20.0)  # the machine becomes twice as fast
-        for kind, speed, rate in (("alone", 1.0, 0.0), ("read", 0.9, 0.5))
-    ]
-    alone, read = io_beside_compute.summarise(samples)
-    assert (alone["speed"], alone["lost_s_per_gib"]) == (1.0, None)
-    assert (read["speed"], read["lost_s_per_gib"]) == (pytest.approx(0.9), pytest.approx(0.2))

@@ -13,7 +13,7 @@ from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.tiers.bandwidth_meter import measure_rates
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError
-from recipes.benchmarks.harness.throttle import BucketBackend, TokenBucket
+from recipes.benchmarks.harness.throttle import BucketBackend
 from recipes.benchmarks.memory_limit import memory_group
 
 RATE = 40e6
@@ -37,21 +37,6 @@ def test_the_rate_is_held_over_both_workers(spill_dir: Path) -> None:
     finally:
         posix.close()
     assert min(fastest) >= 0.75 * RATE
-
-
-def test_a_bucket_does_not_save_up_what_nobody_used() -> None:
-    now, slept = [0.0], []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        now[0] += seconds
-
-    bucket = TokenBucket(10.0, clock=lambda: now[0], sleep=sleep)
-    bucket.take(20)
-    now[0] += 100.0
-    bucket.take(5)
-    bucket.take(5)
-    assert slept == pytest.approx([2.0, 0.5, 0.5])
 
 
 def all_groups() -> set[str]:

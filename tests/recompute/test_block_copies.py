@@ -3,12 +3,9 @@
 import contextlib
 import copy
 import functools
-import gc
 import io
 import pickle
 import threading
-import types
-import weakref
 
 import pytest
 import torch
@@ -78,23 +75,6 @@ def test_a_copy_runs_with_its_own_weights(duplicate):
     assert torch.equal(third(x), changed)
 
 
-@COPIES
-def test_a_copy_is_freed_without_the_garbage_collector(duplicate):
-    model = transformer()
-    with Blocks(find_blocks(model)) as blocks, blocks.observe(Watch(recompute=True)):
-        gc.collect()
-        gc.disable()
-        try:
-            copied = duplicate(model)
-            copied(torch.ones(2, 3, 8)).sum().backward()
-            living = [weakref.ref(thing) for thing in (*copied.modules(), *copied.parameters())]
-            assert len(living) > 10
-            del copied
-            assert [thing() for thing in living if thing() is not None] == []
-        finally:
-            gc.enable()
-
-
 class Absent(Half):
     """What is not for copies is left out by a class itself, as DistributedDataParallel does and LightningModule."""
 
@@ -120,18 +100,6 @@ def test_a_class_that_says_what_its_copies_are_is_asked():
     assert set(vars(block)) == before
 
 
-def test_an_instance_that_says_what_its_copies_are_is_asked_and_keeps_it():
-    block = Half()
-
-    def without_bias():
-        return {**vars(block), "linear": None, "__getstate__": None}
-
-    vars(block)["__getstate__"] = without_bias
-    with Blocks({"block": block}):
-        assert copy.deepcopy(block).linear is None
-    assert block.__getstate__ is without_bias
-
-
 class ByItself(Half):
     """A class that copies its ``__dict__`` by itself, as parametrized modules do."""
 
@@ -155,18 +123,6 @@ def test_a_class_that_copies_by_itself_gets_copies_that_run_without_us():
         assert watch.told == []
         assert not any(isinstance(value, MethodPatch) for value in vars(copied).values())
         assert {id(copied.forward.__self__), id(third.forward.__self__)} == {id(copied), id(third)}
-
-
-def test_a_copy_of_one_block_or_of_its_forward():
-    model = transformer()
-    x = torch.ones(2, 3, 8)
-    block = model.get_submodule("layers.0")
-    with Blocks(find_blocks(model)):
-        nothing_of_ours(copy.deepcopy(block))
-        for forward in (copy.deepcopy(block.forward), pickle.loads(pickle.dumps(block.forward))):
-            assert isinstance(forward, types.MethodType)
-            assert forward.__self__ is not block
-            assert torch.equal(forward(x), block(x))
 
 
 def test_a_copy_keeps_a_forward_that_was_set_before_us():

@@ -251,20 +251,6 @@ def test_told_of_the_end_after_an_error(recompute):
     assert watch.told == ["0", "left", "0", "left", "1", "left"]
 
 
-def test_an_observer_that_fails_leaves_no_trace():
-    class Refusing(Watch):
-        def block_enters(self, name):
-            super().block_enters(name)
-            raise KeyError(name)
-
-    model, watch = chain(), Refusing()
-    with Blocks(find_blocks(model)) as blocks, blocks.observe(watch):
-        for _ in range(2):
-            with pytest.raises(KeyError):
-                model(torch.zeros(2, 6))
-    assert watch.told == ["0", "0"]
-
-
 def test_threads_do_not_meet():
     model, mine, theirs = chain(1), Watch(), Watch()
     x = torch.zeros(2, 6)

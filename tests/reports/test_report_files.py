@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import os
 import re
 import sys
@@ -18,14 +17,6 @@ from lightning_ssd.reports.run_log import RunLog
 from lightning_ssd.reports.run_report import load_report
 from lightning_ssd.telemetry.stats import describe_held
 from tests.support.step_records import made_record, made_report
-
-
-def test_a_report_that_has_rates_apart_is_read(tmp_path: Path) -> None:
-    """As versions until 27 November 2026 wrote them."""
-    content = json.loads(made_report().to_json())
-    content["rates"] = {"write_bytes_per_s": 5.0}
-    (tmp_path / "report.json").write_text(json.dumps(content))
-    assert load_report(tmp_path).machine["write_bytes_per_s"] in (5.0, content["machine"].get("write_bytes_per_s"))
 
 
 def test_json_gives_the_same_report(tmp_path: Path) -> None:

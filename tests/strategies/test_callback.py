@@ -16,7 +16,7 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
 
-from lightning_ssd import HardwareProfile, OffloadCallback, OffloadMonitor, OffloadPolicy, SSDOffloadStrategy
+from lightning_ssd import HardwareProfile, OffloadCallback, OffloadPolicy, SSDOffloadStrategy
 from lightning_ssd.callback import callbacks_from_environment
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
@@ -162,13 +162,6 @@ def test_a_finder_tries_plain_steps(tmp_path: Path) -> None:
     assert isinstance(trainer.optimizers[0], OffloadedOptimizer)
 
 
-def test_the_monitor_tells_of_it(package, tmp_path: Path) -> None:
-    monitor = OffloadMonitor(prog_bar=False)
-    package[1].fit(package[1].Net, "auto", tmp_path, callbacks=[offloading(tmp_path), monitor])
-    assert "saved activations" in monitor.summary
-    assert "optimizer states: at most" in monitor.summary
-
-
 @pytest.mark.parametrize("log_metrics", [True, False])
 def test_a_logger_is_enough_for_numbers_and_verdict(
     log_metrics: bool, package: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -192,28 +185,6 @@ def test_a_logger_is_enough_for_numbers_and_verdict(
     assert DefaultMonitor not in map(type, trainer.callbacks)
     saved = torch.load(checkpoint.last_model_path, weights_only=False)
     assert not [key for key in saved["callbacks"] if "Monitor" in key]
-
-
-def test_it_is_asked_once_where_a_program_puts_it_behind_checkpoints(tmp_path: Path) -> None:
-    callback, asked = offloading(tmp_path), []
-
-    class Adds(trainers.Net):
-        def setup(self, stage: str) -> None:
-            self.trainer.callbacks.append(callback)
-
-        def on_train_start(self) -> None:
-            asked.append(callback.offloader)
-
-    class Watched(type(callback)):  # type: ignore[misc]
-        def on_fit_start(self, *args: Any) -> None:
-            asked.append(None)
-            super().on_fit_start(*args)
-
-    callback.__class__ = Watched
-    logger = lightning.pytorch.loggers.CSVLogger(tmp_path / "csv")
-    trainer, _ = trainers.fit(Adds, "auto", tmp_path, logger=logger, callbacks=[], enable_checkpointing=True)
-    assert asked == [None, callback.offloader]
-    assert {"training_step", "teardown"} & set(vars(trainer.strategy)) == set()
 
 
 # -- its life ---------------------------------------------------------------------------------------------------------

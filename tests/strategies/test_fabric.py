@@ -239,24 +239,3 @@ def test_one_device_is_what_it_is_without_us(tmp_path, monkeypatch):
     assert not torch.distributed.is_initialized()
     assert make_fabric(ours(tmp_path)).launch(lambda fabric: 7) == 7
     assert make_fabric(ours(tmp_path)).launch() is None
-
-
-def test_callbacks_are_called_as_without_us(tmp_path):
-    class Listens:
-        def __init__(self):
-            self.heard = []
-
-        def on_after_setup(self, fabric, module):
-            self.heard.append(type(module).__name__)
-
-        def on_after_optimizer_step(self, strategy, optimizer):
-            self.heard.append(strategy)
-
-        def on_step(self, number):
-            self.heard.append(number)
-
-    listener = Listens()
-    fabric = make_fabric(ours(tmp_path), callbacks=[listener])
-    Loop(num_steps=1)(fabric)
-    fabric.call("on_step", number=3)
-    assert listener.heard == ["_FabricModule", fabric.strategy, 3]

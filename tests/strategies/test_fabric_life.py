@@ -96,16 +96,6 @@ def test_who_checkpoints_the_model_by_himself_sees_what_it_saves(tmp_path, use_r
     assert fabric.strategy.stats.bytes_saved == 0, "the checkpoint was bypassed"
 
 
-def test_one_module_in_two_fabrics_has_one_pass_and_its_own_forward_afterwards(tmp_path):
-    fabrics, net = [make_fabric(ours(tmp_path / name)) for name in "ab"], nn.Linear(4, 4)
-    models = [fabric.setup_module(net) for fabric in fabrics]
-    models[0](torch.ones(2, 4))
-    assert [fabric.strategy._num_passes for fabric in fabrics] == [0, 1]
-    for fabric in fabrics:
-        fabric.strategy.close()
-    assert "forward" not in net.__dict__
-
-
 def test_where_hooks_are_refused_forward_goes_on(tmp_path):
     fabric = make_fabric(ours(tmp_path))
     model = fabric.setup_module(nn.Linear(4, 1))

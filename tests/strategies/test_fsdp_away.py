@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -19,10 +18,9 @@ from torch.distributed.tensor import init_device_mesh
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFSDPStrategy, SSDOffloadStrategy
 from lightning_ssd.common.dtensor import local_of, sharded_of
-from lightning_ssd.errors import ConfigError, OutOfSpaceError
+from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory import gauge
-from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
-from lightning_ssd.parameters.files.weight_files import WeightFiles
+from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
 from tests.support.trainers import make_trainer, one_thread
@@ -279,25 +277,6 @@ def test_an_update_in_backward(mesh: Any, opened: Callable[..., Offloader]) -> N
     assert_identical(found[1], found[0])
 
 
-def test_a_full_drive_keeps_gradients_in_memory(
-    mesh: Any, opened: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = run(sharded(mesh), None)
-    offloader = opened()
-    place, num = WeightFiles.map_new, [0]
-
-    def full(self: WeightFiles, nbytes: int, start: int = 0) -> FiledStorage:
-        num[0] += 1
-        if num[0] > 3:
-            raise OutOfSpaceError(28, "no room")
-        return place(self, nbytes, start)
-
-    monkeypatch.setattr(WeightFiles, "map_new", full)
-    with pytest.warns(UserWarning, match=r"a gradient has no place to wait in .*no room"):
-        found = run(sharded(mesh), offloader)
-    assert_identical(found, expected)
-
-
 def test_other_memory_is_taken_over_again_and_the_old_place_is_given_back(
     mesh: Any, opened: Callable[..., Offloader]
 ) -> None:
@@ -407,21 +386,6 @@ def test_shards_that_are_unfrozen_while_they_wait(mesh: Any, opened: Callable[..
         found.append(run(model, offloader, steps=5, between=unfreeze))
         # Of the layer outside of blocks, and of the first two blocks.
         assert [g is None for g in found[-1]["gradients"][4][:10]] == [False] * 2 + [True] * 4 + [False] * 4
-    assert_identical(found[1], found[0])
-
-
-def test_copies_of_a_state_dict_are_memory_of_their_own(mesh: Any, opened: Callable[..., Offloader]) -> None:
-    found = []
-    for offloader in (None, opened()):
-        model, copies = sharded(mesh), []
-
-        def look(model: nn.Module, step: int, copies: list[Any] = copies) -> None:
-            copies.append(copy.deepcopy(model.state_dict()))
-
-        found.append(run(model, offloader, between=look))
-        locals_ = [local_of(value) for state in copies for value in state.values()]
-        assert not any(is_mapped(local.untyped_storage()) for local in locals_)
-        found[-1]["copies"] = locals_
     assert_identical(found[1], found[0])
 
 

@@ -194,22 +194,6 @@ def test_a_wrapping_optimizer_is_stepped_itself(spill_dir: Path) -> None:
         trainer.train()
 
 
-def test_an_optimizer_that_stays_is_not_touched(spill_dir: Path) -> None:
-    class ReadOnly(torch.optim.SGD):
-        @property
-        def state(self) -> Any:  # type: ignore[override]
-            return vars(self).setdefault("_state", {})
-
-        @state.setter
-        def state(self, states: Any) -> None:
-            assert "_state" not in vars(self)
-
-    trainer = make(Ours, spill_dir)
-    trainer.policy = OffloadPolicy(activations="offload", min_tensor_bytes=1024)
-    trainer.optimizer = ReadOnly(trainer.model.parameters(), lr=1e-3)
-    trainer.train()
-
-
 @pytest.mark.parametrize(("at", "error"), [(3, KeyboardInterrupt), (4, StorageError)])
 def test_an_update_that_was_broken_off_is_never_gone_on_with(
     at: int, error: type, spill_dir: Path, monkeypatch: pytest.MonkeyPatch

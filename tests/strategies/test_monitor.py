@@ -386,11 +386,6 @@ def test_with_fewer_things_in_the_trainer(settings, tmp_path):
     assert "barebones" not in settings or (monitor.summary, monitor._num_batches) == (None, 0)
 
 
-def test_dummies_of_a_trial_get_no_pictures(tmp_path):
-    _, monitor = fit_monitored(tmp_path, fast_dev_run=3)
-    assert monitor._log_of_run.records == ()
-
-
 def test_micro_batches_of_a_step_are_one_row_and_one_record(tmp_path):
     logger, monitor = RecordingLogger(), OffloadMonitor(report_dir=tmp_path / "report", verdict=False)
     trainer, _ = fit_monitored(tmp_path, monitor, logger=logger, accumulate_grad_batches=3, log_every_n_steps=1)
@@ -412,26 +407,6 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch):
     assert len([w for w in told if "could not log pictures" in str(w.message)]) == 1
     assert trainer.global_step == NUM_BATCHES
     assert monitor.summary
-
-
-class WandbLike(dict):
-    """A run's configuration, whose update replaces whole keys."""
-
-    def update(self, values, allow_val_change):
-        super().update(values)
-
-
-class Run:
-    project, entity = "my gpt", "us"
-
-    def __init__(self):
-        self.config, self.summary, self.logged = WandbLike(), {}, []
-
-    def log(self, row):
-        self.logged.append(row)
-
-
-Run.__module__ = "wandb.of.tests"
 
 
 def test_a_validation_in_the_middle_of_a_step_is_no_part_of_it(tmp_path):

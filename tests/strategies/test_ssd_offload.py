@@ -174,18 +174,6 @@ def test_a_compiled_lightning_module_is_accepted_with_a_warning(tmp_path):
     assert trainer.strategy.stats.bytes_saved > 0
 
 
-def test_a_compiled_trunk_warns(tmp_path):
-    class Trunk(Net):
-        def __init__(self):
-            super().__init__()
-            trunk = torch.nn.Sequential(*self.blocks)
-            self.blocks = torch.nn.ModuleList([trunk])
-            trunk.compile(backend="eager")
-
-    with pytest.warns(UserWarning, match=r"Trunk\.blocks\.0 is compiled as a whole"):
-        fit(Trunk, offload_strategy(tmp_path), tmp_path, max_steps=1)
-
-
 @pytest.mark.filterwarnings("ignore")  # of whole modules, and of what PyTorch does while it compiles them
 def test_a_step_within_a_compiled_training_step_is_refused(tmp_path):
     policy = OffloadPolicy(optimizer_states="offload")

@@ -103,17 +103,6 @@ def test_a_loop_that_is_called_again_after_fit_trains_without_us(tmp_path, make,
     assert strategy.stats.num_saved == trained.strategy.stats.num_saved  # those of the second fit
 
 
-def test_an_offloader_that_somebody_closes_in_fit_is_told_of(tmp_path):
-    """Only after ``teardown`` is a step without us what was asked for."""
-
-    class Closes(L.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            trainer.strategy.offloader.close()
-
-    with pytest.raises(OffloaderClosedError, match="not open"):
-        fit(Net, offload_strategy(tmp_path), tmp_path, callbacks=[Closes()])
-
-
 def test_a_step_after_fit_with_states_on_ssd_says_where_they_are(tmp_path):
     policy = OffloadPolicy(activations="keep", optimizer_states="offload")
     hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)

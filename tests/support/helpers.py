@@ -277,6 +277,7 @@ class Training:
     prepare: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = adamw
     max_norm: float | None = None  # of the gradients
+    after_step: Callable[[torch.nn.Module, int], object] = lambda model, step: None
 
     def __call__(self, session: Session) -> dict[str, Any]:
         """Train; returns losses, gradients and their norm in every step, and the final weights, buffers and states."""
@@ -302,6 +303,7 @@ class Training:
                 seen["norms"].append(torch.nn.utils.clip_grad_norm_(trained, self.max_norm).detach().clone())
             optimizer.step()
             optimizer.zero_grad()
+            self.after_step(model, step)
         seen["state"] = {name: value.detach().clone() for name, value in model.state_dict().items()}
         seen["optimizer"] = dict(sorted(optimizer.state_dict()["state"].items()))
         return seen

@@ -90,11 +90,11 @@ class Server:
 
     @classmethod
     def start(cls, library: Path | None = None) -> Server:
-        """Start one; ``library`` stands between it and the C library, see ``tests/faults/shim.py``."""
+        """Start one; ``library`` stands between it and the C library, see ``recipes/faults/shim.py``."""
         preload = {} if library is None else {"LD_PRELOAD": str(library)}
         return cls(
             subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "tests.faults.server"],
+                [sys.executable, "-W", "ignore", "-m", "recipes.faults.server"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -298,9 +298,9 @@ def _judge(child: _Child, left: list[str]) -> Result:
 
 def _run(order: Order, say: int, hear: int) -> None:
     """In the child. Returns only where the interpreter is to end as it does for everybody."""
-    from tests.faults.models import many_subgroups  # takes seconds, and the client needs none of it
-    from tests.faults.trials import TRIALS
-    from tests.faults.world import World
+    from recipes.faults.models import many_subgroups  # takes seconds, and the client needs none of it
+    from recipes.faults.trials import TRIALS
+    from recipes.faults.world import World
 
     with contextlib.suppress(BrokenPipeError):
         # The server's own pipes are not the child's to read or write.
@@ -328,7 +328,7 @@ def _prepare() -> None:
     """What children shall find done: imports, but no threads."""
     import torch
 
-    import tests.faults.trials  # noqa: F401
+    import recipes.faults.trials  # noqa: F401
 
     torch.set_num_threads(1)
     gc.collect()

@@ -2,12 +2,12 @@
 
     git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning /tmp/lightning
     pip install lightning==2.6.5 cloudpickle scikit-learn psutil pandas tensorboard tensorboardX onnx onnxscript
-    python -m tests.compat.lightning_suite --checkout /tmp/lightning
-    python -m tests.compat.lightning_suite --checkout /tmp/lightning --only loops,core --states
+    python -m recipes.compat.lightning_suite --checkout /tmp/lightning
+    python -m recipes.compat.lightning_suite --checkout /tmp/lightning --only loops,core --states
 
 The checkout's version has to be the one that is installed. Its tests are copied, so that it stays as it is, and both
-runs go on at the same time. ``tests/compat/lightning_plugin.py`` puts our strategy in. A test that passes as it is and
-not with ours is in the table, with the reason where ``REASONS`` has one: what it asks for is then no promise of ours.
+runs go on at the same time. ``recipes/compat/lightning_plugin.py`` puts our strategy in. A test that passes as it is
+and not with ours is in the table, with the reason where ``REASONS`` has one: it asks for what is no promise of ours.
 
 Exit codes: 0: every difference has its reason; 1: one has none; 2: nothing was compared.
 """
@@ -32,7 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.compat.lightning_plugin import SAVED, WRITTEN
+from recipes.compat.lightning_plugin import SAVED, WRITTEN
 
 __all__ = ["GROUPS", "REASONS", "Difference", "Outcome", "compare", "main", "markdown", "outcomes", "reason_for"]
 
@@ -205,6 +205,7 @@ def _run(tests: Path, paths: Sequence[str], report: Path, more: Sequence[str]) -
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *more, *there]
     path = os.pathsep.join(filter(None, (str(ROOT), str(tests), os.environ.get("PYTHONPATH", ""))))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment["THP_MEM_ALLOC_ENABLE"] = "0"  # which recipes switch on for themselves
     with (report.with_suffix(".txt")).open("w") as output:
         subprocess.run(command, cwd=tests, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
     return outcomes(report) if report.is_file() else {}
@@ -212,7 +213,7 @@ def _run(tests: Path, paths: Sequence[str], report: Path, more: Sequence[str]) -
 
 def _run_group(name: str, folder: Path, more: Sequence[str], offloaded: str) -> tuple[dict[str, Outcome], ...]:
     """As it is and with ours, at the same time."""
-    sides = {"plain": (), "ours": ("-p", "tests.compat.lightning_plugin", f"--ssd-offload={offloaded}")}
+    sides = {"plain": (), "ours": ("-p", "recipes.compat.lightning_plugin", f"--ssd-offload={offloaded}")}
     extra = [*LEFT_OUT, *more, *(("--ignore", GROUPS["hooks"][0]) if name == "models" else ())]
     with ThreadPoolExecutor(len(sides)) as pool:
         runs = [
@@ -253,7 +254,8 @@ def markdown(groups: Mapping[str, Mapping[str, int]], differences: Sequence[Diff
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.compat.lightning_suite", description=__doc__.splitlines()[0])
+    prog = "python -m recipes.compat.lightning_suite"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--checkout", type=Path, required=True, help="Lightning's repository, at the installed version")
     parser.add_argument("--only", default=",".join(GROUPS), help=f"groups, of {', '.join(GROUPS)}")
     parser.add_argument("--states", action="store_true", help="offload optimizer states as well")

@@ -1,7 +1,7 @@
 """Which declared optimizers of another package have the bits of plain training with offloaded states, and which not.
 
 Run it by hand; the package is no dependency: ``pip install --no-deps --target DIR pytorch_optimizer``, then
-``.venv/bin/python -m tests.compat.third_party_optimizers --path DIR``.
+``.venv/bin/python -m recipes.compat.third_party_optimizers --path DIR``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.copies import same
-from tests.support.optimizer_pairs import equal, opened
 
 SHAPES = ((40, 60),) * 10 + ((7,), (40, 60), (16, 8, 3, 3))
 """Seven or more subgroups, with a vector and a convolution."""
@@ -59,12 +59,13 @@ def verdict(kind: type[Optimizer], directory: Path, *, has_closure: bool) -> str
         plain, states, _ = _train(kind, lambda optimizer: optimizer, has_closure=has_closure)
     except Exception as error:  # it needs more than parameters and gradients
         return f"not tried: {type(error).__name__}: {error}"
-    with opened(directory, verify="off", declared=kind.__name__) as offloader:
+    policy = OffloadPolicy(activations="keep", optimizer_states="offload", per_parameter_optimizers=(kind.__name__,))
+    with Offloader(policy=policy, hardware=HardwareProfile(paths=[str(directory)])).open() as offloader:
         try:
             mine, own_states, num = _train(kind, offloader.offload_optimizer, has_closure=has_closure)
         except ConfigError as error:
             return f"refused: {error}"
-    if not all(map(equal, plain, mine)):
+    if not same(mine, plain):
         return "WRONG: parameters"
     if not same(own_states, states):
         return "WRONG: states"

@@ -1,8 +1,8 @@
 """Train public projects plainly and with the line of ``docs/projects.md``, and compare all that training made.
 
-    python -m tests.compat.projects                         # all of them, an environment for each (slow)
-    python -m tests.compat.projects chemprop lightly
-    python -m tests.compat.projects --keep DIR scvi-tools   # environments stay in DIR, and serve again
+    python -m recipes.compat.projects                         # all of them, an environment for each (slow)
+    python -m recipes.compat.projects chemprop lightly
+    python -m recipes.compat.projects --keep DIR scvi-tools   # environments stay in DIR, and serve again
 
 An environment has what this Python has (PyTorch and Lightning are not installed again) and the project with what else
 it needs. Each training is a few steps on a CPU, with everything offloaded that is at least one byte large. A recorder,
@@ -36,8 +36,8 @@ import numpy as np
 import torch
 import yaml
 
-from tests.compat.matrix import PINNED_BY_US
-from tests.compat.programs.recording import FOLDER, STRATEGY
+from recipes.compat.matrix import PINNED_BY_US
+from recipes.compat.programs.recording import FOLDER, STRATEGY
 
 __all__ = ["PROJECTS", "NotInstalled", "Outcome", "Project", "difference", "environment", "main", "train_and_compare"]
 
@@ -374,7 +374,8 @@ def _records(
         (folder / "run" / file).write_bytes(content)
     _write_entry_point(folder / "entry")
     words = [word.format(python=inside, bin=inside.parent, programs=PROGRAMS) for word in project.command]
-    cleared = {key: value for key, value in os.environ.items() if not key.startswith(("LIGHTNING_SSD", "PROJECT_"))}
+    ours = ("LIGHTNING_SSD", "PROJECT_", "THP_MEM_ALLOC_ENABLE")  # the last one is what recipes switch on
+    cleared = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     settings = {
         "PYTHONPATH": os.pathsep.join(map(str, (folder / "entry", PROGRAMS, ROOT))),
         "PYTHONHASHSEED": "0",
@@ -458,7 +459,7 @@ def _folder(kept: Path | None) -> Iterator[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the projects named, and print a table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.compat.projects", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m recipes.compat.projects", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PROJECTS)}; none: all")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="make the environments here, and leave them")
     parser.add_argument("--pip-args", default=os.environ.get("PIP_ARGS", ""), help="more arguments for pip")

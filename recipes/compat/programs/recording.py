@@ -1,6 +1,6 @@
 """Records what a program of another project trains, and gives it its strategy.
 
-``tests/compat/projects.py`` brings :func:`for_lightning` and :func:`for_pytorch_lightning` into each Trainer of the
+``recipes/compat/projects.py`` brings :func:`for_lightning` and :func:`for_pytorch_lightning` into each Trainer of the
 program by an entry point, so that a program which hides its Trainer is recorded unchanged. Nothing here imports
 ``lightning_ssd`` in a plain run.
 """

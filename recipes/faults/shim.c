@@ -1,6 +1,6 @@
 /* Faults below the process: stands in front of the C library's reads, writes and preallocation of O_DIRECT files.
  *
- * Built by tests/faults/shim.py and loaded by LD_PRELOAD. Does nothing before fault_arm() is called, and nothing to
+ * Built by recipes/faults/shim.py and loaded by LD_PRELOAD. Does nothing before fault_arm() is called, and nothing to
  * files that were opened without O_DIRECT. The same seed makes the same decision for the same number of call.
  */
 #define _GNU_SOURCE

@@ -1,7 +1,7 @@
 """Faults on purpose, many trials of each: what happens to results, whether anything hangs, and what is left behind.
 
-    python -m tests.faults.run --dir DIR                    # all: some 1,100 processes, about six minutes
-    python -m tests.faults.run --only "kill,full disk" --scale 0.1
+    python -m recipes.faults.run --dir DIR                    # all: some 1,100 processes, about six minutes
+    python -m recipes.faults.run --only "kill,full disk" --scale 0.1
 
 Each trial trains a small random model beside its plain twin in a process of its own, forked from one that has imported
 torch already, and compares every loss, gradient and weight bit for bit. Where root may mount, spill files lie on a file
@@ -28,8 +28,8 @@ from pathlib import Path
 
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError
 from recipes.benchmarks.memory_limit import memory_group
-from tests.faults.server import Order, Result, Server
-from tests.faults.shim import ShimUnavailableError, build
+from recipes.faults.server import Order, Result, Server
+from recipes.faults.shim import ShimUnavailableError, build
 
 __all__ = ["FAULTS", "Fault", "Row", "main", "own_disk", "run_fault"]
 
@@ -219,7 +219,7 @@ def _add(row: Row, result: Result, order: Order) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.run", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m recipes.faults.run", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--dir", type=Path, help="directory on the drive; default: a temporary one")
     parser.add_argument("--only", default="", help="parts of the names of faults, separated by commas")
     parser.add_argument("--scale", type=float, default=1.0, help="so many times as many trials, at least one of each")

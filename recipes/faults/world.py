@@ -1,4 +1,4 @@
-"""What every trial of ``tests/faults/trials.py`` has: a directory, dice, and a line to the server that watches it."""
+"""What every trial of ``recipes/faults/trials.py`` has: a directory, dice, and a line to the server that watches it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import BudgetError, OffloaderClosedError, StorageError
 from lightning_ssd.storage.spill_file import Arena
-from tests.faults.models import Twins, WrongBitsError, random_task
-from tests.faults.server import SPILL
+from recipes.faults.models import Twins, WrongBitsError, random_task
+from recipes.faults.server import SPILL
 
 __all__ = ["Report", "World", "places"]
 
 Report = dict[str, Any]
-"""The fields of a :class:`~tests.faults.server.Result` that a child knows."""
+"""The fields of a :class:`~recipes.faults.server.Result` that a child knows."""
 
 _EXPECTED = (StorageError, OffloaderClosedError, MemoryError)
 _TRIES = 4

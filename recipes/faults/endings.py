@@ -1,4 +1,4 @@
-"""Ends, stops and forks of a process, and several trainings at once; see ``tests/faults/trials.py``."""
+"""Ends, stops and forks of a process, and several trainings at once; see ``recipes/faults/trials.py``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.errors import OffloaderClosedError, StorageError
-from tests.faults.models import KINDS, Twins
-from tests.faults.world import Report, World
+from recipes.faults.models import KINDS, Twins
+from recipes.faults.world import Report, World
 
 __all__ = ["ENDINGS"]
 

@@ -16,6 +16,8 @@ from torch import nn
 
 
 class MoCo(pl.LightningModule):
+    """Learn from two views of a picture."""
+
     def __init__(self) -> None:
         super().__init__()
         resnet = torchvision.models.resnet18()

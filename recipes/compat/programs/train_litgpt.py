@@ -8,6 +8,8 @@ from litgpt.utils import chunked_cross_entropy
 
 
 class Model(L.LightningModule):
+    """Predict the next word."""
+
     def __init__(self) -> None:
         super().__init__()
         config = Config.from_name("pythia-14m", n_layer=2, block_size=32, padded_vocab_size=256, n_embd=64, n_head=4)

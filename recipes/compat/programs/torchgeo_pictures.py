@@ -6,6 +6,8 @@ from torchgeo.datasets import NonGeoDataset
 
 
 class Random(NonGeoDataset):
+    """Noise with a class."""
+
     def __len__(self) -> int:
         return 16
 
@@ -15,6 +17,8 @@ class Random(NonGeoDataset):
 
 
 class Pictures(NonGeoDataModule):
+    """Serves them."""
+
     def __init__(self, batch_size: int = 4, num_workers: int = 0) -> None:
         super().__init__(Random, batch_size, num_workers)
 

@@ -1,4 +1,4 @@
-"""Faults of drives and limits, each as a function that runs in a forked child of ``tests/faults/server.py``.
+"""Faults of drives and limits, each as a function that runs in a forked child of ``recipes/faults/server.py``.
 
 Each trains a small random model beside its plain twin while something is made to fail, and says what came of it. An
 error of a kind that is not documented for its fault is not caught: the child ends by it, and the trial is "broken".
@@ -23,9 +23,9 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import StorageError
 from lightning_ssd.storage import filesystem
-from tests.faults.endings import ENDINGS
-from tests.faults.shim import ALLOCATE, READ, WRITE, armed
-from tests.faults.world import Report, World, places, state_places
+from recipes.faults.endings import ENDINGS
+from recipes.faults.shim import ALLOCATE, READ, WRITE, armed
+from recipes.faults.world import Report, World, places, state_places
 
 __all__ = ["TRIALS"]
 

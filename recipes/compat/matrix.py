@@ -1,9 +1,9 @@
 """Which Python, PyTorch and Lightning this works with: an environment for each combination, and the fast tests in it.
 
     make compat                                             # the same as the next line
-    python -m tests.compat.matrix
-    python -m tests.compat.matrix --list                         # what would be run, and why the rest would not
-    python -m tests.compat.matrix --torch 2.13 --full            # every Lightning with every PyTorch named
+    python -m recipes.compat.matrix
+    python -m recipes.compat.matrix --list                         # what would be run, and why the rest would not
+    python -m recipes.compat.matrix --torch 2.13 --full            # every Lightning with every PyTorch named
     make compat PIP_ARGS='--index-url ...'                  # an index that has CPU builds of PyTorch
 
 Pythons 3.11 to 3.13 where the machine has them; of each minor version of PyTorch from 2.9 on the newest patch, with the
@@ -139,7 +139,8 @@ def run(combination: Combination, python: Path, folder: Path, pip_args: Sequence
                 said = (done.stderr or done.stdout).strip().splitlines()
                 return "not run", f"cannot be installed: {said[-1] if said else command[2]}"
         tests = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", *LEFT_OUT, *FAST_TESTS]
-        done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
+        plainly = os.environ | {"THP_MEM_ALLOC_ENABLE": "0"}  # which recipes switch on for themselves
+        done = subprocess.run(tests, cwd=ROOT, env=plainly, capture_output=True, text=True, check=False)
         last = _LAST_LINE.findall(done.stdout)
         if done.returncode:
             print(done.stdout[-6000:], file=sys.stderr)
@@ -151,7 +152,7 @@ def run(combination: Combination, python: Path, folder: Path, pip_args: Sequence
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.compat.matrix", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m recipes.compat.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="only show what would be run")
     parser.add_argument("--full", action="store_true", help="every Lightning with every PyTorch")
     parser.add_argument("--any-build", action="store_true", help="also builds of PyTorch for GPUs (gigabytes each)")

@@ -1,10 +1,10 @@
 """Gives every Trainer and every Fabric of a pytest run our strategy, with every saved tensor offloaded.
 
-    python -m pytest -p tests.compat.lightning_plugin --ssd-offload=activations tests_pytorch/loops
+    python -m pytest -p recipes.compat.lightning_plugin --ssd-offload=activations tests_pytorch/loops
 
-For Lightning's own tests (``tests/compat/lightning_suite.py``). Only where a test leaves the choice of the strategy to
-Lightning, or asks for processes of ``DistributedDataParallel`` by name; a strategy that a test builds itself stays, and
-so do accelerators that ours does not serve. What was saved and what reached a drive is a property of each test in
+For Lightning's own tests (``recipes/compat/lightning_suite.py``). Only where a test leaves the choice of the strategy
+to Lightning, or asks for processes of ``DistributedDataParallel`` by name; a strategy that a test builds itself stays,
+and so do accelerators that ours does not serve. What was saved and what reached a drive is a property of each test in
 the JUnit report.
 """
 

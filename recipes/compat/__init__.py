@@ -1,0 +1,1 @@
+"""Lightning's own tests, public projects and other versions, with our strategies."""
