@@ -63,6 +63,8 @@ class MemoryAccounting:
         self.recorder: StepRecorder | None = None  # of the step under way; none: no one is recorded
         self._leaving: deque[SavedStorage] = deque()
         self.watched: dict[int, Death] = {}
+        self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
+        """What each storage was saved as last, by its ``cdata``. Hooks add to it without the lock."""
         self.notes: deque[Death | KeptStorage | SavedStorage] = deque()
         """Hooks note what they save, and leases note their deaths, without the lock. They count in this order."""
 
@@ -200,6 +202,8 @@ class MemoryAccounting:
         if self.recorder is not None and id(death) in self.watched:  # first: that its memory goes is no journey
             self.recorder.freed(id(record), record.nbytes, None if record.tier is None else record.tier.name)
         record.free()
+        if self.by_storage.get(record.cdata) is record:
+            self.by_storage.pop(record.cdata, None)
         if self.watched.pop(id(death), None) is not None:
             self.num_live -= 1
             self.saved_bytes -= record.nbytes

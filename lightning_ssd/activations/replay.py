@@ -71,7 +71,7 @@ def hooks_of(
     accounting, fetcher, handed_out, parameters = cache.accounting, cache.fetcher, cache.handed_out, cache.parameters
     counters, parameter_keys, has_pager, held = accounting.counters, parameters.keys, cache.has_pager, handed_out.held
     least, device, is_cpu = cache.min_nbytes, cache.device, cache.device.type == "cpu"
-    sizes, order, wanted, by_storage = current.sizes, current.order, current.wanted_s, cache.by_storage
+    sizes, order, wanted, by_storage = current.sizes, current.order, current.wanted_s, accounting.by_storage
     expected, stays, drives, keeps_all = program
     pack_moved, pack_again, is_capturing, holds = (
         cache.pack_moved,
@@ -135,8 +135,7 @@ def hooks_of(
                         left_bytes -= whole
                         return pack_moved(current, tensor, storage, SSD if drives and drives[index] else HOST)
                 else:
-                    share = open_kept(accounting, current, owner, whole, begin_s)
-                    by_storage[cdata] = share.record
+                    share = open_kept(accounting, current, owner, cdata, whole, begin_s)
                     left_bytes -= whole
         elif type(record) is KeptStorage and record.nbytes == whole and record.is_same_value(tensor):
             share = record.lease()

@@ -113,6 +113,11 @@ class SavedStorage:
         self.home: SavedPass | None = None  # the pass that saw it first
 
     @property
+    def cdata(self) -> int:
+        """Number of the storage that was saved."""
+        return self.identity.cdata
+
+    @property
     def storage(self) -> torch.UntypedStorage | None:
         """The memory, while we hold it; ``None`` too once the lease is dead, even if the program holds it."""
         lease = self.lease()
@@ -307,6 +312,8 @@ class SavedStorage:
         if home is not None and home.recorder is not None:
             home.freed(self)
         self.home = None
+        if home is not None:
+            home.num_freed += 1
         self.produced = PASSED
         if state is not State.ON_DISK and state is not State.FREED:
             self.accounting.vacate(self)
@@ -450,15 +457,17 @@ def open_saved(
         produced: its bytes are there once this has passed.
     """
     record, lease = SavedStorage(accounting, storage, nbytes, probe, parts, index=len(current.records)), Lease()
-    record.home, record.produced = current, produced
+    record.produced = produced
     lease.record, lease.storage = record, storage
     record.lease = death = Death(lease, accounting.notes.append)
     death.record = record
+    record.home = current  # right before: no interrupt comes in between
     current.records.append(record)
     current.sizes.append(nbytes)
     if current.recorder is not None:
         current.recorder.packed(nbytes, record.identity, accounting.counters.resident_bytes)
     current.packed_s.append(time.perf_counter())  # last: a pass with lists of several lengths was interrupted
+    accounting.by_storage[record.cdata] = record
     accounting.notes.append(record)
     return lease
 

@@ -155,7 +155,6 @@ class TensorCache:
         self._pid = os.getpid()
         self._threads: dict[int, threading.Thread] = {}  # those that have begun a pass, by their numbers
         # All of the following are guarded by the accounting lock.
-        self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
         self._group = WriteGroup()
         self._run_ahead = RunAhead()
         self._clock = clock_of(device)
@@ -246,7 +245,7 @@ class TensorCache:
                 self.accounting.recorder.forward_begins(alone=not self._passes.num_open)
             self.accounting.settle()
             self.accounting.recount()
-            self._prune()
+            self.fetcher.prune()
             self._passes.enter(current)
         if not current.is_plain:
             num_plain, self._num_plain = self._num_plain, self._counters.num_plain_passes
@@ -339,7 +338,7 @@ class TensorCache:
         with self.accounting.lock:
             self._passes.prune()
             if not are_plain:
-                self._prune()
+                self.fetcher.prune()
         self._warn_of_writes()
         return not are_plain
 
@@ -366,13 +365,6 @@ class TensorCache:
                 f"this offloader was opened in process {self._pid}, and this is its fork {os.getpid()}; "
                 "open one after forking"
             )
-
-    def _prune(self) -> None:
-        """Forget storages whose graphs are gone."""
-        for cdata, record in list(self.by_storage.items()):  # a copy: other threads' hooks add to it without a lock
-            if record.state is State.FREED:
-                self.by_storage.pop(cdata, None)
-        self.fetcher.prune()
 
     def _warn_of_writes(self) -> None:
         failure = self.accounting.write_failure
@@ -642,7 +634,6 @@ class TensorCache:
         record = lease.record
         record.num_tensors = 1
         record.operation = None if tensor.requires_grad else Operation.current()
-        self.by_storage[storage._cdata] = record
         if self._group.add(record, placement, self.accounting.most_saved_bytes):
             with self.accounting.lock:
                 self.accounting.settle()
@@ -692,7 +683,7 @@ class TensorCache:
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, probe: VersionProbe
     ) -> Lease | None:
         """Return the lease of a storage that was saved before, in this version, with all that the tensor shows."""
-        record = self.by_storage.get(storage._cdata)
+        record = self.accounting.by_storage.get(storage._cdata)
         lease = record.lease() if isinstance(record, SavedStorage) else None
         if not isinstance(record, SavedStorage) or lease is None or record.nbytes != nbytes:
             return None
@@ -710,7 +701,7 @@ class TensorCache:
         Returns:
             Its share, or ``None`` if it needs a full record; and where it goes, if that was asked for.
         """
-        record = self.by_storage.get(storage._cdata)
+        record = self.accounting.by_storage.get(storage._cdata)
         if isinstance(record, KeptStorage):
             share = record.lease()
             if share is not None and record.nbytes == nbytes and record.is_same_value(tensor):
@@ -727,8 +718,7 @@ class TensorCache:
         placement = self._place(current, nbytes)
         if placement is not Placement.KEEP:
             return None, placement
-        share = open_kept(self.accounting, current, owner_of(tensor), nbytes, time.perf_counter())
-        self.by_storage[storage._cdata] = share.record
+        share = open_kept(self.accounting, current, owner_of(tensor), storage._cdata, nbytes, time.perf_counter())
         self.accounting.settle()
         return share, placement
 
@@ -747,7 +737,6 @@ class TensorCache:
             placement = self._place(current, nbytes)
         lease = open_saved(self.accounting, current, storage, nbytes, probe, parts)
         record = lease.record
-        self.by_storage[record.key.cdata] = record
         record.operation = None if tensor.requires_grad else Operation.current()
         self.accounting.settle()
         # What stays may have to go later, when another stream is the current one.

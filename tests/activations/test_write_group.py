@@ -187,7 +187,7 @@ def test_a_failed_step_takes_back_what_has_not_begun(tmp_path: Path) -> None:
                 y = x * 1
                 for _ in range(16):
                     y = y.sin()
-            records = list(offloader._cache.by_storage.values())
+            records = list(offloader._cache.accounting.by_storage.values())
             deadline_s = time.monotonic() + PATIENCE_S
             while not any(record.state is State.WRITING for record in records):
                 assert time.monotonic() < deadline_s

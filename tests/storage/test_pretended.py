@@ -221,7 +221,7 @@ def dropped_and_found(directory, device):
             loss.backward()
             return [x.grad]
         cache = offloader._opened()
-        (record,) = (r for r in cache.by_storage.values() if r.state in AWAY)
+        (record,) = (r for r in cache.accounting.by_storage.values() if r.state in AWAY)
         with held_copies():
             with cache.accounting.lock:
                 record.start_read(CPU, urgent=False)
