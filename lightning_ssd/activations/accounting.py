@@ -64,7 +64,7 @@ class MemoryAccounting:
         self._leaving: deque[SavedStorage] = deque()
         self.watched: dict[int, Death] = {}
         self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
-        """What each storage was saved as last, by its ``cdata``. Hooks add to it without the lock."""
+        """The last record of each storage, by its ``cdata``. Hooks add to it without the lock."""
         self.notes: deque[Death | KeptStorage | SavedStorage] = deque()
         """Hooks note what they save, and leases note their deaths, without the lock. They count in this order."""
 

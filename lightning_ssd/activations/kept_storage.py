@@ -33,7 +33,7 @@ class KeptStorage:
     tier = None
     accounting: MemoryAccounting
     cdata: int
-    """Of the storage."""
+    """The storage's number."""
     home: SavedPass | None
     index: int
     """In the pack order of its pass."""
