@@ -95,7 +95,7 @@ def open_kept(
     record.owner = weakref.ref(owner)
     record.version = owner._version
     share.record = record
-    record.lease = death = Death(share, accounting.notes.append)
+    record.lease = death = Death(share, accounting.note)
     death.record = record
     record.home = current  # right before: no interrupt comes in between
     current.records.append(record)

@@ -44,7 +44,7 @@ from lightning_ssd.common.inplace_edits import (
     owner_of,
     resized_error,
 )
-from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, storage_of
+from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, new_tuple, storage_of
 from lightning_ssd.common.waiting import Latch, is_free_within
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
@@ -70,9 +70,6 @@ from lightning_ssd.tiers.streams import PASSED, CopyEngine, StreamEvent
 from lightning_ssd.tiers.tier import Tier
 
 __all__ = ["TensorCache", "Tiers"]
-
-new_tuple: Callable[..., Any] = tuple.__new__
-"""Makes a named tuple in C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -630,10 +627,10 @@ class TensorCache:
         origin = None if node is None else new_tuple(Origin, (node.name(), tensor.output_nr))
         mark = self.copies.mark() if self.copies.is_asynchronous else PASSED
         parts = WHOLE if tensor.nbytes == nbytes and tensor.is_contiguous() else SavedParts(nbytes, tensor)
-        lease = open_saved(self.accounting, current, storage, nbytes, probe, parts, mark)
+        operation = None if tensor.requires_grad else Operation.current()
+        lease = open_saved(self.accounting, current, storage, nbytes, probe, parts, mark, operation)
         record = lease.record
         record.num_tensors = 1
-        record.operation = None if tensor.requires_grad else Operation.current()
         if self._group.add(record, placement, self.accounting.most_saved_bytes):
             with self.accounting.lock:
                 self.accounting.settle()
@@ -647,7 +644,8 @@ class TensorCache:
             self._run_ahead.wait()
             self.copies.protect(tensor)
             self._count_hook(begin_s, waited_s, mark)
-        return SavedTensor(lease, new_tuple(TensorSpec, view), probe, origin)
+        saved: SavedTensor = new_tuple(SavedTensor, (lease, new_tuple(TensorSpec, view), probe, origin))
+        return saved
 
     def pack_again(self, record: SavedStorage, tensor: torch.Tensor) -> SavedTensor | None:
         """Return what stands for a tensor over a storage that leaves, if it shows nothing else of it than those before.
@@ -735,9 +733,9 @@ class TensorCache:
         parts = SavedParts(nbytes, tensor)
         if placement is None:
             placement = self._place(current, nbytes)
-        lease = open_saved(self.accounting, current, storage, nbytes, probe, parts)
+        operation = None if tensor.requires_grad else Operation.current()
+        lease = open_saved(self.accounting, current, storage, nbytes, probe, parts, operation=operation)
         record = lease.record
-        record.operation = None if tensor.requires_grad else Operation.current()
         self.accounting.settle()
         # What stays may have to go later, when another stream is the current one.
         record.produced = self._mark()
@@ -763,12 +761,12 @@ class TensorCache:
             self._group.drop()
             return
         self.fetcher.note_given()  # what is in use stays
-        ssd, host, group = self._tiers.ssd, self._tiers.host, list(self._group.taken(is_over=is_over))
+        ssd, host, group = self._tiers.ssd, self._tiers.host, self._group.taken(is_over=is_over)
         if host is not None:
             SavedStorage.queue_writes([record for record, place in group if place is Placement.HOST], host)
         to_drives = [record for record, _ in group if record.state is State.KEPT]
         if ssd is not None and to_drives:
-            self.budget.observe(max(record.nbytes for record in to_drives), self.accounting.most_saved_bytes)
+            self.budget.observe(max([record.nbytes for record in to_drives]), self.accounting.most_saved_bytes)
             SavedStorage.queue_writes(to_drives, ssd)
 
     def _admit(self, current: SavedPass, nbytes: int) -> Latch | None:
