@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from lightning_ssd.telemetry.step_record import StepRecorder
 if TYPE_CHECKING:
     from lightning_ssd.activations.kept_storage import KeptStorage
     from lightning_ssd.activations.saved_storage import SavedStorage
+    from lightning_ssd.tiers.base import StoredBytes
 
 __all__ = ["NO_LEASE", "Death", "MemoryAccounting"]
 
@@ -57,10 +58,16 @@ class MemoryAccounting:
         self._away_on_host_bytes = 0
         self._worst = SavedBytes()  # since it was taken
         self.recorder: StepRecorder | None = None  # of the step under way; none: no one is recorded
-        self._leaving: deque[SavedStorage] = deque()
+        self.leaving: deque[SavedStorage] = deque()
+        """Those whose memory we have let go. It counts until the program holds it no more, either."""
         self.watched: dict[int, Death] = {}
+        self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
+        """The last record of each storage, by its ``cdata``. Hooks add to it without the lock."""
+        self.unwanted: deque[StoredBytes] = deque()
+        """Places on tiers that are to be freed."""
         self.notes: deque[Death | KeptStorage | SavedStorage] = deque()
         """Hooks note what they save, and leases note their deaths, without the lock. They count in this order."""
+        self.note = self.notes.append  # the same object for all: each would be one more for the garbage collector
 
     # -- callers of the following hold the lock ------------------------------------------------------------------
 
@@ -75,10 +82,21 @@ class MemoryAccounting:
             return None
         return self._write_ended.next()
 
-    def write_gone(self, record: SavedStorage) -> None:
-        """A queued write has ended, in whatever way, or is no longer wanted."""
-        self.writes.discard(record)
+    def writes_gone(self, records: Iterable[SavedStorage]) -> None:
+        """Queued writes have ended, in whatever way, or are no longer wanted; one that was taken back does both."""
+        self.writes.difference_update(records)
         self._write_ended.tell()
+
+    def free_unwanted(self) -> None:
+        """Free the places that no record wants any more."""
+        while self.unwanted:
+            tier, number = self.unwanted[0].tier, len(self.unwanted)
+            tier.free_all([stored for stored in self.unwanted if stored.tier is tier])
+            # Last: an interrupted call is made good by the next one.
+            for _ in range(number):
+                stored = self.unwanted.popleft()
+                if stored.tier is not tier:
+                    self.unwanted.append(stored)
 
     def recount(self) -> None:
         """Add up again what is there: an interrupt may have come between a change and its count."""
@@ -89,19 +107,21 @@ class MemoryAccounting:
         self.counters.resident_bytes = sum(record.nbytes for record in live if record.is_resident)
         self._away_on_host_bytes = sum(r.nbytes for r in live if r.is_on_host and not r.is_resident)
 
-    def opened(self, record: SavedStorage | KeptStorage) -> None:
+    def _opened(self, record: SavedStorage | KeptStorage) -> None:
         """A new saved storage, in memory."""
-        counters = self.counters
+        counters, nbytes = self.counters, record.nbytes
         counters.num_saved += 1
-        counters.bytes_saved += record.nbytes
+        counters.bytes_saved += nbytes
+        counters.bytes_kept += nbytes if record.stays else 0
         self.num_live += 1
-        self.saved_bytes += record.nbytes
-        counters.saved_peak_bytes = max(counters.saved_peak_bytes, self.saved_bytes)
-        self.most_saved_bytes = max(self.most_saved_bytes, self.saved_bytes)
+        self.saved_bytes = saved_bytes = self.saved_bytes + nbytes
+        if saved_bytes > counters.saved_peak_bytes:
+            counters.saved_peak_bytes = saved_bytes
+            self.most_saved_bytes = max(self.most_saved_bytes, saved_bytes)
         if self.recorder is not None:
-            self.recorder.saved(id(record), record.nbytes)
-            self.recorder.entered(id(record), record.nbytes)
-        counters.resident_bytes += record.nbytes
+            self.recorder.saved(id(record), nbytes)
+            self.recorder.entered(id(record), nbytes)
+        counters.resident_bytes += nbytes
         if counters.resident_bytes > counters.resident_peak_bytes or counters.resident_bytes > self.window_peak_bytes:
             self._rise()
         if self.saved_bytes >= self._worst.saved_bytes:
@@ -156,13 +176,9 @@ class MemoryAccounting:
         if self.recorder is not None:
             self.recorder.left(id(record), record.nbytes)
 
-    def note_leaving(self, record: SavedStorage) -> None:
-        """Note that we let go of the memory. It counts until the program holds it no more, either."""
-        self._leaving.append(record)
-
     def sweep(self, num_records: int = 4) -> None:
         """Look at some of those that are leaving: has their memory gone by now?"""
-        leaving, is_gone = self._leaving, torch.UntypedStorage._expired
+        leaving, is_gone = self.leaving, torch.UntypedStorage._expired
         for _ in range(min(num_records, len(leaving))):
             record = leaving.popleft()
             if record.state is not State.LEAVING:
@@ -175,30 +191,31 @@ class MemoryAccounting:
 
     def sweep_all(self) -> None:
         """Look at all that are leaving."""
-        self.sweep(len(self._leaving))
+        self.sweep(len(self.leaving))
 
     def settle(self) -> None:
         """Work off the notes, in order: count what hooks have kept; free the extents of what is dead."""
-        while self.notes:
-            note = self.notes[0]
+        notes, watched = self.notes, self.watched
+        while notes:
+            note = notes[0]
             if isinstance(note, Death):
-                self._settle_death(note)
-            elif id(note.lease) not in self.watched:
-                self.opened(note)
-                self.counters.bytes_kept += note.nbytes if note.stays else 0
-                self.watched[id(note.lease)] = note.lease
-            self.notes.popleft()  # last: an interrupted call is made good by the next one
+                record, key = note.record, id(note)
+                if self.recorder is not None and key in watched:  # first: that its memory goes is no journey
+                    self.recorder.freed(id(record), record.nbytes, None if record.tier is None else record.tier.name)
+                record.free()
+                if self.by_storage.get(record.cdata) is record:
+                    self.by_storage.pop(record.cdata, None)
+                if watched.pop(key, None) is not None:
+                    self.num_live -= 1
+                    self.saved_bytes -= record.nbytes
+                    self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
+            elif id(note.lease) not in watched:
+                self._opened(note)
+                watched[id(note.lease)] = note.lease
+            notes.popleft()  # last: an interrupted call is made good by the next one
+        if self.unwanted:
+            self.free_unwanted()
         self.sweep()
-
-    def _settle_death(self, death: Death) -> None:
-        record = death.record
-        if self.recorder is not None and id(death) in self.watched:  # first: that its memory goes is no journey
-            self.recorder.freed(id(record), record.nbytes, None if record.tier is None else record.tier.name)
-        record.free()
-        if self.watched.pop(id(death), None) is not None:
-            self.num_live -= 1
-            self.saved_bytes -= record.nbytes
-            self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
 
 
 class Death(weakref.ref[Any]):

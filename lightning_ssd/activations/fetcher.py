@@ -96,7 +96,7 @@ class Fetcher:
                     self._note(record)
                     is_noted = True
                 pending = self._bring_up(record)
-                storage, mark = record.storage, None if record.copy is None else record.copy.mark
+                storage, mark = record.storage, record.mark
             if storage is not None:
                 break
             if isinstance(pending, Latch):
@@ -147,7 +147,8 @@ class Fetcher:
 
     def _note_one(self, record: SavedStorage) -> None:
         if record.ahead:
-            record.asked_for()
+            record.ahead = False
+            self._accounting.ahead_bytes -= record.nbytes
         record.num_unpacked += 1
         if record.num_unpacked >= record.num_tensors:
             self._consumed.append(record)

@@ -26,12 +26,14 @@ __all__ = ["KeptStorage", "Share", "check_not_resized", "open_kept"]
 class KeptStorage:
     """One storage that stays until its graph lets go. :func:`open_kept` makes it."""
 
-    __slots__ = ("accounting", "home", "index", "lease", "nbytes", "owner", "state", "version")
+    __slots__ = ("accounting", "cdata", "home", "index", "lease", "nbytes", "owner", "state", "version")
 
     ahead = is_on_host = False
     stays = True
     tier = None
     accounting: MemoryAccounting
+    cdata: int
+    """The storage's number."""
     home: SavedPass | None
     index: int
     """In the pack order of its pass."""
@@ -54,7 +56,9 @@ class KeptStorage:
 
     def free(self) -> None:
         """Stop counting the memory: the graph has let go. Again after an interrupt: does the rest."""
-        self.home = None
+        home, self.home = self.home, None
+        if home is not None:
+            home.num_freed += 1
         if self.is_resident:
             self.accounting.vacate(self)
         self.state = State.FREED
@@ -70,7 +74,7 @@ class Share:
 
 
 def open_kept(
-    accounting: MemoryAccounting, current: SavedPass, owner: torch.Tensor, nbytes: int, packed_s: float
+    accounting: MemoryAccounting, current: SavedPass, owner: torch.Tensor, cdata: int, nbytes: int, packed_s: float
 ) -> Share:
     """Begin to watch a storage that stays, and add it to its pass. Takes no lock: settling counts it.
 
@@ -78,23 +82,26 @@ def open_kept(
         accounting: of all saved storages.
         current: the pass that saves it.
         owner: the tensor whose version counter the saved one has.
+        cdata: of the storage.
         nbytes: of the storage.
         packed_s: by ``time.perf_counter``.
     """
     record, share = KeptStorage(), Share()  # without methods of their own to begin them: this is the hot path
     record.accounting = accounting
+    record.cdata = cdata
     record.nbytes = nbytes
     record.index = len(current.records)
     record.state = State.KEPT
     record.owner = weakref.ref(owner)
     record.version = owner._version
-    record.home = current
     share.record = record
-    record.lease = death = Death(share, accounting.notes.append)
+    record.lease = death = Death(share, accounting.note)
     death.record = record
+    record.home = current  # right before: no interrupt comes in between
     current.records.append(record)
     current.sizes.append(nbytes)
     current.packed_s.append(packed_s)  # last of three: a pass with lists of several lengths was interrupted
+    accounting.by_storage[cdata] = record
     accounting.notes.append(record)
     return share
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.saved_pass import PassBegin, SavedPass
-from lightning_ssd.activations.storage_state import State
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.scheduling.finished_pass import FinishedPass
@@ -218,14 +217,16 @@ class LivePasses:
         )
 
     def _memory_of(self, signature: Hashable) -> int | None:
-        """Return what is available now, or was a moment ago, where likely no hooks are needed: asking takes long.
+        """Return what is available now, or was a moment ago: asking takes as long as all else that a pass costs once.
 
-        Always now where a pass is alive: what those without hooks have saved since is counted nowhere else.
+        Always now before a new kind of pass; under a limit; and where a pass is alive: what those without hooks have
+        saved since is counted nowhere else.
 
         ``_last_level`` is of the same moment.
         """
-        seen, now_s = self._seen.get(signature), time.perf_counter()
-        if seen is None or not seen.num_plain or self._passes or now_s - self._looked_s > _FRESH_S:
+        now_s = time.perf_counter()
+        is_new = signature not in self._seen or self._passes or now_s - self._looked_s > _FRESH_S
+        if is_new or self._runs_late or (self._scheduler is not None and self._scheduler.limits_memory):
             self._looked_s = now_s
             if self._scheduler is not None or self._heap_policy.is_ours or self._runs_late:
                 self._last_available = self.available()
@@ -343,7 +344,7 @@ class LivePasses:
                 self._see(current)
             if current.is_finished or not current.is_complete:
                 continue
-            if all_freed and any(record.state is not State.FREED for record in current.records):
+            if all_freed and not current.is_freed:
                 continue
             current.is_finished = True
             self._see(current)
@@ -422,11 +423,7 @@ class LivePasses:
 
     def prune(self) -> None:
         """Forget passes whose graphs are gone; of those without hooks, that is unknown before a backward has ended."""
-        live = [
-            p
-            for p in self._passes
-            if (p.is_plain and not p.is_finished) or any(r.state is not State.FREED for r in p.records)
-        ]
+        live = [p for p in self._passes if (p.is_plain and not p.is_finished) or not p.is_freed]
         self._passes.clear()
         self._passes.extend(live)
 

@@ -67,26 +67,40 @@ class Prefetcher:
 
     def _walk(self, current: SavedPass) -> bool:
         """Return False when the budget is used up."""
-        order, records = current.expected_order(self._passes.book), current.records
-        group, group_bytes = list[SavedStorage](), 0
+        order, records, cursor = current.expected_order(self._passes.book), current.records, current.cursor
+        group, group_bytes, accounting = list[SavedStorage](), 0, self._accounting
+        known = None if cursor is None else cursor.followed
+        budget = min(max(self._budget.nbytes, 0 if known is None else known.plan.ahead_bytes), self._most_bytes)
+        limit = None if cursor is None or cursor.limit_bytes is None else cursor.limit_bytes - cursor.reserve_bytes
         for position in range(current.next_ahead, len(order)):
             record = records[order[position]]
-            if not isinstance(record, SavedStorage) or record.state in _NOT_AWAY:
+            if not isinstance(record, SavedStorage) or (state := record.state) in _NOT_AWAY:
                 continue
-            if not self._has_room(current, record, group_bytes):
+            nbytes, ahead_bytes = record.nbytes, accounting.ahead_bytes + group_bytes
+            # One that is larger than the whole budget goes alone.
+            has_room = not ahead_bytes or ahead_bytes + nbytes <= budget
+            if has_room and limit is not None and not record.is_in_memory:
+                has_room = self._fits(group_bytes + nbytes, limit)
+            if not has_room:
                 self._read(current, group, position)
                 return False
-            if record.forward():
+            if state is not State.ON_DISK and record.forward():  # else its memory has gone for certain
                 record.hold_ahead()
                 continue
-            is_full = group_bytes + record.nbytes > _GROUP_BYTES or len(group) == _GROUP_STORAGES
+            is_full = group_bytes + nbytes > _GROUP_BYTES or len(group) == _GROUP_STORAGES
             if group and (is_full or record.tier is not group[0].tier):
                 if not self._read(current, group, position):
                     return False
                 group, group_bytes = [], 0
             group.append(record)
-            group_bytes += record.nbytes
+            group_bytes += nbytes
         return self._read(current, group, len(order))
+
+    def _fits(self, nbytes: int, limit_bytes: int) -> bool:
+        """Return whether so much may come under a limit of what is in memory."""
+        if self._accounting.counters.resident_bytes + nbytes > limit_bytes:
+            self._accounting.sweep_all()
+        return self._accounting.counters.resident_bytes + nbytes <= limit_bytes
 
     def _read(self, current: SavedPass, group: Sequence[SavedStorage], position: int) -> bool:
         """Queue the reads of storages that are wanted one after the other, as one job, and go on at a position.
@@ -107,23 +121,6 @@ class Prefetcher:
                 record.hold_ahead()
         current.next_ahead = position
         return True
-
-    def _has_room(self, current: SavedPass, record: SavedStorage, group_bytes: int) -> bool:
-        """Return whether a storage may come besides the bytes of those that have yet to be queued."""
-        accounting, budget = self._accounting, self._budget.nbytes
-        if current.cursor is not None:
-            known, limit = current.cursor.followed, current.cursor.limit_bytes
-            if known is not None:
-                budget = max(budget, known.plan.ahead_bytes)
-            if limit is not None and not record.is_in_memory:
-                limit -= current.cursor.reserve_bytes + group_bytes
-                if accounting.counters.resident_bytes + record.nbytes > limit:
-                    accounting.sweep_all()
-                if accounting.counters.resident_bytes + record.nbytes > limit:
-                    return False
-        # One that is larger than the whole budget goes alone.
-        ahead_bytes = accounting.ahead_bytes + group_bytes
-        return not ahead_bytes or ahead_bytes + record.nbytes <= min(budget, self._most_bytes)
 
     def give_up(self) -> tuple[bool, list[Read]]:
         """Memory ran out: let go of what was brought up too early.
@@ -162,7 +159,7 @@ class Prefetcher:
 
 def _wait_until_gone(dropped: Sequence[SavedStorage]) -> None:
     """A worker holds what a copy has yet to reach. It lets go as soon as the device has got there."""
-    marked = [(record, record.copy.mark) for record in dropped if record.copy is not None]
+    marked = [(record, record.mark) for record in dropped]
     in_flight = [(record, mark) for record, mark in marked if mark is not None and not mark.query()]
     for _, mark in in_flight:
         mark.synchronize()

@@ -27,10 +27,9 @@ from lightning_ssd.activations.kept_storage import (
     open_kept,
 )
 from lightning_ssd.activations.kept_tensor import edited_error, give_back, keep
-from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor
+from lightning_ssd.activations.saved_storage import SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
-from lightning_ssd.common.inplace_edits import Origin, VersionProbe
-from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec
+from lightning_ssd.common.tensors import PLAIN_TYPES
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.scheduling.pass_program import PassProgram
 from lightning_ssd.tiers.streams import PASSED
@@ -47,7 +46,7 @@ MIN_DATA_BYTES = 16 << 20
 the storage alone."""
 
 
-MAX_GIVEN = 8
+MAX_GIVEN = 16
 MIN_LOOKS = 4
 """Backward looks ahead behind so many moved tensors, or so many times while it goes through the bytes brought up ahead:
 each look takes the lock."""
@@ -71,7 +70,7 @@ def hooks_of(
     accounting, fetcher, handed_out, parameters = cache.accounting, cache.fetcher, cache.handed_out, cache.parameters
     counters, parameter_keys, has_pager, held = accounting.counters, parameters.keys, cache.has_pager, handed_out.held
     least, device, is_cpu = cache.min_nbytes, cache.device, cache.device.type == "cpu"
-    sizes, order, wanted, by_storage = current.sizes, current.order, current.wanted_s, cache.by_storage
+    sizes, order, wanted, by_storage = current.sizes, current.order, current.wanted_s, accounting.by_storage
     expected, stays, drives, keeps_all = program
     pack_moved, pack_again, is_capturing, holds = (
         cache.pack_moved,
@@ -81,7 +80,7 @@ def hooks_of(
     )
     num_expected, left_bytes = len(expected), 0
     clock, current_node, strided, plain = time.perf_counter, torch._C._current_autograd_node, torch.strided, PLAIN_TYPES
-    empty, pid = torch.empty, os.getpid()
+    empty, getpid, pid = torch.empty, os.getpid, os.getpid()
     given, given_bytes, budget, protect = fetcher.given, 0, cache.budget, cache.copies.protect
     is_host = not cache.copies.is_asynchronous
     KEPT, TAKEN_BACK, RELOADED = State.KEPT, State.TAKEN_BACK, State.RELOADED
@@ -135,8 +134,7 @@ def hooks_of(
                         left_bytes -= whole
                         return pack_moved(current, tensor, storage, SSD if drives and drives[index] else HOST)
                 else:
-                    share = open_kept(accounting, current, owner, whole, begin_s)
-                    by_storage[cdata] = share.record
+                    share = open_kept(accounting, current, owner, cdata, whole, begin_s)
                     left_bytes -= whole
         elif type(record) is KeptStorage and record.nbytes == whole and record.is_same_value(tensor):
             share = record.lease()
@@ -162,11 +160,46 @@ def hooks_of(
         return kept
 
     def unpack(packed: Any) -> torch.Tensor:
-        if type(packed) is SavedTensor:
-            moved = give_moved(*packed)
-            return unpack_slowly(packed) if moved is None else moved
+        nonlocal given_bytes
         if type(packed) is not tuple:
-            return unpack_slowly(packed)
+            if type(packed) is not SavedTensor:
+                return unpack_slowly(packed)
+            lease, (dtype, size, stride, offset, is_conj, is_neg), probe, origin = packed
+            begin_s, alias, moved, memory, cursor = clock(), probe.alias, lease.record, lease.storage, current.cursor
+            state, mark, is_fork = moved.state, moved.mark, getpid() != pid
+            if (
+                memory is None
+                or is_fork  # and may take no lock
+                or not (state is RELOADED or state is TAKEN_BACK or state is KEPT)
+                or alias._version != probe.saved
+                or memory.nbytes() < moved.nbytes
+                # Nothing else is noted later: the first one of a backward, those of a budget, of traces and of records.
+                or not (order and moved.home is current)
+                or not (cursor is None or cursor.limit_bytes is None)
+                or not (current.recorder is None and accounting.recorder is None)
+                or is_conj
+                or is_neg
+                or is_inference()
+                or not (mark is None or mark is PASSED or mark.query())
+            ):
+                return unpack_slowly(packed)
+            index = moved.index
+            if index not in wanted:
+                wanted[index] = begin_s
+                order.append(index)
+            rebuilt: torch.Tensor = alias.detach()
+            rebuilt.data = empty(0, dtype=dtype, device=device).set_(memory, offset, size, stride)
+            if not is_host:
+                protect(rebuilt)
+            if held or isinstance(current_node(), BackwardCFunction):
+                rebuilt = handed_out.give(rebuilt, lease.record.lease if origin is None else None)
+            given.append(moved)
+            given_bytes += moved.nbytes
+            if len(given) >= MAX_GIVEN or MIN_LOOKS * given_bytes >= budget.nbytes:
+                given_bytes = 0
+                fetcher.look_ahead(moved)
+            counters.hook_s += clock() - begin_s
+            return rebuilt
         share = packed[-1]
         if type(share) is not Share:
             small = give_back(packed)
@@ -187,47 +220,6 @@ def hooks_of(
             order.append(record.index)
         if held or isinstance(current_node(), BackwardCFunction):
             return handed_out.give(tensor, None if len(packed) > _LEN_OF_LEAF + 1 else record.lease)
-        return tensor
-
-    def give_moved(lease: Lease, spec: TensorSpec, probe: VersionProbe, origin: Origin | None) -> torch.Tensor | None:
-        """Return a tensor whose storage is in memory; ``None``: the cache has to see to it."""
-        nonlocal given_bytes
-        alias, (dtype, size, stride, offset, is_conj, is_neg) = probe.alias, spec
-        begin_s, record, storage, cursor = clock(), lease.record, lease.storage, current.cursor
-        state, copy, is_fork = record.state, record.copy, os.getpid() != pid
-        mark = None if copy is None else copy.mark
-        if (
-            storage is None
-            or is_fork  # and may take no lock
-            or not (state is RELOADED or state is TAKEN_BACK or state is KEPT)
-            or alias._version != probe.saved
-            or storage.nbytes() < record.nbytes
-            # Nothing else is noted later: the first one of a backward, those of a budget, of traces and of records.
-            or not (order and record.home is current)
-            or not (cursor is None or cursor.limit_bytes is None)
-            or not (current.recorder is None and accounting.recorder is None)
-            or is_conj
-            or is_neg
-            or is_inference()
-            or not (mark is None or mark is PASSED or mark.query())
-        ):
-            return None
-        index = record.index
-        if index not in wanted:
-            wanted[index] = begin_s
-            order.append(index)
-        tensor = alias.detach()
-        tensor.data = empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
-        if not is_host:
-            protect(tensor)
-        if held or isinstance(current_node(), BackwardCFunction):
-            tensor = handed_out.give(tensor, record.lease if origin is None else None)
-        given.append(record)
-        given_bytes += record.nbytes
-        if len(given) >= MAX_GIVEN or MIN_LOOKS * given_bytes >= budget.nbytes:
-            given_bytes = 0
-            fetcher.look_ahead(record)
-        counters.hook_s += clock() - begin_s
         return tensor
 
     return pack, unpack

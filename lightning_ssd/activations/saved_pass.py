@@ -107,6 +107,7 @@ class SavedPass:
         self.has_failed = False  # its forward was left by an exception: what it saved is not all
         self.is_plain = False  # it keeps everything and is not recorded: no hooks at all
         self.records: list[SavedStorage | KeptStorage] = []
+        self.num_freed = 0  # of these
         self.sizes: list[int] = []
         self.packed_s: list[float] = []
         self.follows = True  # what is known of it: it was entered once, by one thread
@@ -168,6 +169,11 @@ class SavedPass:
     def is_spoilt(self) -> bool:
         """Whether an interrupt came while a storage was added, so that nothing can be learnt from this pass."""
         return not len(self.records) == len(self.sizes) == len(self.packed_s)
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether its graph has let go of all that it has saved so far."""
+        return self.num_freed >= len(self.records)
 
     @property
     def is_over(self) -> bool:

@@ -26,9 +26,9 @@ from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe
-from lightning_ssd.common.tensors import StorageKey, TensorSpec, can_count_holders, is_released
+from lightning_ssd.common.tensors import StorageKey, TensorSpec, can_count_holders, is_released, new_tuple
 from lightning_ssd.errors import OffloaderClosedError
-from lightning_ssd.tiers.base import NoMemoryToReadError, ReadRequest, StoredBytes, WriteRequest
+from lightning_ssd.tiers.base import NoMemoryToReadError, ReadEnd, ReadRequest, StoredBytes, WriteEnd, WriteRequest
 from lightning_ssd.tiers.jobs import Read
 from lightning_ssd.tiers.streams import PASSED, StreamEvent
 from lightning_ssd.tiers.tier import Tier
@@ -36,21 +36,7 @@ from lightning_ssd.tiers.tier import Tier
 if TYPE_CHECKING:
     from lightning_ssd.activations.saved_pass import SavedPass
 
-__all__ = ["Lease", "SavedStorage", "SavedTensor", "TierCopy", "open_saved"]
-
-
-class TierCopy:
-    """The bytes on a tier, from the end of their write until the storage is freed, and what brings them back."""
-
-    __slots__ = ("error", "mark", "read", "stored")
-
-    def __init__(self, stored: StoredBytes) -> None:
-        self.stored = stored
-        self.read: Read | None = None  # under way
-        self.error: BaseException | None = None  # of the last read, until it is raised
-        # What was read last is there once this has passed. It stays when the memory is dropped: that may be found alive
-        # (a tier holds it until its copy has passed) and handed out.
-        self.mark: StreamEvent | None = None
+__all__ = ["Lease", "SavedStorage", "SavedTensor", "open_saved"]
 
 
 class SavedStorage:
@@ -59,13 +45,15 @@ class SavedStorage:
     __slots__ = (
         "accounting",
         "ahead",
-        "copy",
+        "cdata",
+        "error",
         "home",
         "identity",
         "index",
         "is_on_host",
         "key",
         "lease",
+        "mark",
         "nbytes",
         "num_tensors",
         "num_unpacked",
@@ -73,44 +61,50 @@ class SavedStorage:
         "parts",
         "probe",
         "produced",
+        "read",
         "state",
+        "stored",
         "tier",
     )
 
     stays = False
-
-    def __init__(
-        self,
-        accounting: MemoryAccounting,
-        storage: torch.UntypedStorage,
-        nbytes: int,
-        probe: VersionProbe,
-        parts: SavedParts,
-        *,
-        index: int,
-    ) -> None:
-        self.accounting = accounting
-        self.key = StorageKey(storage)
-        # Held as long as the cache finds this record by its `cdata`: `key` changes with each reload, and without this
-        # one the cdata of the packed storage would be recycled and name another storage.
-        self.identity = self.key
-        self.nbytes = nbytes
-        self.probe = probe
-        self.parts = parts
-        self.produced = PASSED  # what has passed when the packed bytes are there
-        self.operation: Operation | None = None  # that may fill it after having saved it
-        self.index = index
-        self.state = State.KEPT
-        self.tier: Tier | None = None  # where it was sent
-        self.is_on_host = False
-        """Whether it goes to host memory, and so to no drive."""
-        self.copy: TierCopy | None = None  # from LEAVING on
-        self.ahead = False  # brought up, or held back, before it was asked for
-        self.num_tensors = 0
-        self.num_unpacked = 0
-        self.lease = NO_LEASE
-        """Gives the lease, as long as it lives."""
-        self.home: SavedPass | None = None  # the pass that saw it first
+    accounting: MemoryAccounting
+    ahead: bool
+    """Whether it was brought up, or held back, before it was asked for."""
+    cdata: int
+    """Number of the storage that was saved."""
+    error: BaseException | None
+    """Error of the last read, until it is raised."""
+    home: SavedPass | None
+    """The pass that saw it first."""
+    identity: StorageKey
+    """Key of the storage that was saved. Held as long as the cache finds this record by its number: ``key`` changes
+    with each reload, and without this one the number would be recycled and name another storage."""
+    index: int
+    is_on_host: bool
+    """Whether it goes to host memory, and so to no drive."""
+    key: StorageKey
+    lease: Death
+    """Gives the lease, as long as it lives."""
+    mark: StreamEvent | None
+    """The memory that was read last is there once this has passed. The mark stays when the memory is dropped, which may
+    be found alive (a tier holds it until its copy has passed) and handed out."""
+    nbytes: int
+    num_tensors: int
+    num_unpacked: int
+    operation: Operation | None
+    """The operation that may fill it after having saved it."""
+    parts: SavedParts
+    probe: VersionProbe
+    produced: StreamEvent
+    """Passes when the packed bytes are there."""
+    read: Read | None
+    """The read that is under way, with others in it."""
+    state: State
+    stored: StoredBytes | None
+    """The bytes on a tier, from the end of their write until the storage is freed."""
+    tier: Tier | None
+    """Tier that it was sent to."""
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
@@ -186,7 +180,10 @@ class SavedStorage:
                 record.tier, record.is_on_host, record.state = tier, tier.name == "host", State.QUEUED
                 record.accounting.writes.add(record)
             have_room = tier.write_all(
-                [WriteRequest(one, one.nbytes, one.produced, f"saved storage {one.index}") for one in records]
+                [
+                    new_tuple(WriteRequest, (one, one.nbytes, one.produced, f"saved storage {one.index}"))
+                    for one in records
+                ]
             )
             stay, state = [one for one, has_room in zip(records, have_room, strict=True) if not has_room], State.KEPT
         finally:
@@ -194,11 +191,8 @@ class SavedStorage:
                 if state is State.KEPT:
                     record.tier, record.is_on_host = None, False
                 record.state = state
-                record._write_gone()
-
-    def _write_gone(self) -> None:
-        """Our write has ended or is no longer wanted; a worker may tell of the end of one that was taken back."""
-        self.accounting.write_gone(self)
+            if stay:
+                stay[0].accounting.writes_gone(stay)
 
     def forward(self) -> bool:
         """Hand the bytes over without a read, if they are in memory in any way. Afterwards the state is in READY."""
@@ -206,7 +200,7 @@ class SavedStorage:
         if state is State.QUEUED or state is State.WRITING:
             if state is State.QUEUED:
                 self.accounting.counters.writes_cancelled_bytes += self.nbytes
-                self._write_gone()
+                self.accounting.writes_gone([self])
             self.state = State.TAKEN_BACK
         elif state in AWAY:
             storage = self.key.resolve()
@@ -237,48 +231,42 @@ class SavedStorage:
 
         Out of memory changes nothing.
         """
-        going = list[tuple[SavedStorage, TierCopy, State]]()
+        before_it, requests = [record.state for record in records], list[ReadRequest]()
         for record in records:
-            copy, before = record.copy, record.state
-            if copy is None:
-                raise RuntimeError(f"saved storage {record.index} is {before.value}, with nothing stored; report it")
-            going.append((record, copy, before))
+            if record.stored is None:
+                raise RuntimeError(f"saved storage {record.index} is {record.state.value}, but nowhere; report it")
+            requests.append(new_tuple(ReadRequest, (record, record.stored, None, None)))
         try:
-            for record, copy, _ in going:
-                copy.error, record.state = None, State.READING  # before a worker can end it
-            requests = [ReadRequest(record, copy.stored) for record, copy, _ in going]
+            for record in records:
+                record.error, record.state = None, State.READING  # before a worker can end it
             read = requests[0].stored.tier.read_all(requests, device, urgent=urgent)
-            for _, copy, _ in going:
-                copy.read = read
+            for record in records:
+                record.read = read
         except BaseException:
-            for record, _, before in going:
+            for record, before in zip(records, before_it, strict=True):
                 record.state = before
             raise
-        for record, _, before in going:
+        for record, before in zip(records, before_it, strict=True):
             if before is State.LEAVING:  # its former memory has gone, only it was not looked at yet
                 record.accounting.vacate(record)
             record.accounting.occupy(record)
 
-    @property
-    def read(self) -> Read | None:
-        """The read that is under way, with others in it."""
-        return None if self.copy is None else self.copy.read
-
     def promote_read(self) -> None:
         """Make the read that is under way urgent: a thread waits for it."""
-        if self.copy is not None and self.copy.read is not None:
-            self.copy.stored.tier.promote(self.copy.read)
+        if self.stored is not None and self.read is not None:
+            self.stored.tier.promote(self.read)
 
     def drop_copy(self) -> None:
         """RELOADED -> LEAVING: the tier still has the bytes."""
-        if self.state is State.RELOADED and self.storage is not None:
-            self._leave()
+        lease = self.lease()
+        if self.state is State.RELOADED and lease is not None and lease.storage is not None:
+            self._leave(lease)
 
-    def _leave(self) -> None:
+    def _leave(self, lease: Lease) -> None:
         """Let go of the memory. It counts until the program holds it no more, either."""
-        self.accounting.note_leaving(self)
+        self.accounting.leaving.append(self)
         self.state = State.LEAVING
-        self.storage = None
+        lease.storage = None
 
     def hold_ahead(self) -> None:
         """Count this towards the prefetch budget until it is asked for."""
@@ -299,71 +287,87 @@ class SavedStorage:
 
         Once more after it was interrupted: does the rest.
         """
-        state, home, copy = self.state, self.home, self.copy
+        state, home = self.state, self.home
         if self.ahead:
             self.asked_for()
         if state is State.QUEUED:
-            self._write_gone()
+            self.accounting.writes_gone([self])
         if home is not None and home.recorder is not None:
             home.freed(self)
         self.home = None
-        self.produced = PASSED
+        if home is not None:
+            home.num_freed += 1
+        self.produced, self.mark = PASSED, None
         if state is not State.ON_DISK and state is not State.FREED:
             self.accounting.vacate(self)
         self.state = State.FREED
         self.lease = NO_LEASE
-        if copy is not None and copy.read is None:
-            self._free_extent()
-
-    def _free_extent(self) -> None:
-        if self.copy is not None and not self.copy.stored.is_freed:  # else an interrupt has come when it was freed
-            self.copy.stored.tier.free(self.copy.stored)
-        self.copy = None
+        if self.stored is not None and self.read is None:
+            self.accounting.unwanted.append(self.stored)
+            self.stored = None
 
     # -- called by the tier's workers ----------------------------------------------------------------------------
 
-    def write_begins(self) -> torch.UntypedStorage | None:
+    @staticmethod
+    def all_begin(records: Sequence[SavedStorage]) -> list[torch.UntypedStorage | None]:
         """QUEUED -> WRITING, unless it was taken back meanwhile."""
-        with self.accounting.lock:
-            # Asked once: the lease may die between two questions, and the receiver of a storage has to end its write.
-            lease = self.lease()
-            storage: torch.UntypedStorage | None = None if lease is None else lease.storage
-            if self.state is not State.QUEUED or storage is None:
-                return None
-            self.state = State.WRITING
-            return storage
+        storages = list[torch.UntypedStorage | None]()
+        with records[0].accounting.lock:
+            for record in records:
+                # Asked once: the lease may die between two questions, and the receiver of a storage ends its write.
+                lease = record.lease()
+                storage: torch.UntypedStorage | None = None if lease is None else lease.storage
+                if record.state is State.QUEUED and storage is not None:
+                    record.state = State.WRITING
+                else:
+                    storage = None
+                storages.append(storage)
+        return storages
 
     def is_wanted(self) -> bool:
         return self.state is State.WRITING
 
-    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
+    @staticmethod
+    def all_written(ends: Sequence[WriteEnd]) -> None:
         """WRITING -> LEAVING, where memory returns; or, after a failure, TAKEN_BACK: kept, with nothing lost.
 
         A failure may come before the write has begun (a device that is lost while its stream is waited for): from
         QUEUED, or after it was taken back.
         """
-        accounting, counters = self.accounting, self.accounting.counters
-        lease = storage = None
+        accounting: MemoryAccounting = ends[0][0].accounting
+        counters, held = accounting.counters, list[object]()
         try:
             with accounting.lock:
                 accounting.settle()
-                if error is not None:
-                    self._note_failure(error)
-                elif stored is not None:
-                    counters.bytes_host += stored.body_nbytes if self.is_on_host else 0
-                    counters.bytes_written += 0 if self.is_on_host else stored.body_nbytes
-                    lease = self.lease()
+                for record, stored, error in ends:
+                    if error is not None:
+                        record._note_failure(error)
+                    if stored is None:
+                        continue
+                    if record.is_on_host:
+                        counters.bytes_host += stored.body_nbytes
+                    else:
+                        counters.bytes_written += stored.body_nbytes
+                    lease = record.lease()
                     storage = None if lease is None else lease.storage
-                    if storage is not None and self.state is State.WRITING and stored.is_complete:
-                        self.copy = TierCopy(stored)
-                        self._leave()
+                    held.append((lease, storage))
+                    if (
+                        lease is not None
+                        and storage is not None
+                        and record.state is State.WRITING
+                        and not stored.missing_nbytes
+                    ):
+                        record.stored = stored
+                        record._leave(lease)
                     else:  # forwarded or freed meanwhile
-                        stored.tier.free(stored)
+                        accounting.unwanted.append(stored)
+                accounting.free_unwanted()
         finally:
             # The memory goes here, outside of the lock: unmapping it can take milliseconds.
-            del lease, storage
+            lease = storage = None
+            held.clear()
             with accounting.lock:  # last, and always: a budget waits for this, and then finds the memory gone
-                accounting.write_gone(self)
+                accounting.writes_gone([record for record, _, _ in ends])
         accounting.returned(counters.bytes_come)
 
     def _note_failure(self, error: BaseException) -> None:
@@ -374,46 +378,47 @@ class SavedStorage:
         if self.state in (State.QUEUED, State.WRITING):
             self.state = State.TAKEN_BACK
 
-    def read_ended(
-        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
-    ) -> None:
+    @staticmethod
+    def all_read(ends: Sequence[ReadEnd]) -> None:
         """READING -> RELOADED, or back to ON_DISK with the error for the thread that waits."""
-        with self.accounting.lock:
-            self.accounting.settle()
-            counters, copy = self.accounting.counters, self.copy
-            # The thread that waits asks again then, with memory of its own.
-            is_refused = isinstance(error, NoMemoryToReadError)
-            if error is not None:
-                counters.failures += not (is_refused or isinstance(error, OffloaderClosedError))
-            if copy is None:  # freed, after an interrupt
-                return
-            copy.read = None
-            if error is not None:
-                copy.error = None if is_refused else error
-            elif not self.is_on_host:
-                counters.bytes_read += copy.stored.body_nbytes
-            if self.state is State.FREED:
-                self._free_extent()  # the lease died while we read
-            elif self.state is not State.READING:
-                pass  # an interrupt came while it was asked for, and the thread that asked knows of no read
-            elif storage is None:
-                self.state = State.ON_DISK
-                self.accounting.vacate(self)
-                self.asked_for()
-                if is_refused and self.home is not None:
-                    self.accounting.has_no_memory = True
-                    self.home.step_back(self)
-            else:
-                self.storage, copy.mark = storage, mark
-                self.key = StorageKey(storage)
-                self.state = State.RELOADED
-        self.accounting.returned(self.accounting.counters.bytes_come)
+        accounting: MemoryAccounting = ends[0][0].accounting
+        with accounting.lock:
+            accounting.settle()
+            for record, storage, mark, error in ends:
+                lease, stored, record.read = record.lease(), record.stored, None
+                if error is not None:
+                    record._read_failed(error)
+                elif stored is not None and storage is not None:  # else it was freed, after an interrupt
+                    accounting.counters.bytes_read += 0 if record.is_on_host else stored.body_nbytes
+                    if record.state is State.READING:
+                        record.mark, record.key = mark, StorageKey(storage)
+                        if lease is not None:
+                            lease.storage = storage
+                        record.state = State.RELOADED
+                if stored is not None and record.state is State.FREED:  # the lease died while we read
+                    accounting.unwanted.append(stored)
+                    record.stored = None
+            accounting.free_unwanted()
+        accounting.returned(accounting.counters.bytes_come)
+
+    def _read_failed(self, error: BaseException) -> None:
+        # The thread that waits asks again then, with memory of its own.
+        is_refused = isinstance(error, NoMemoryToReadError)
+        self.accounting.counters.failures += not (is_refused or isinstance(error, OffloaderClosedError))
+        if self.stored is not None:
+            self.error = None if is_refused else error
+        if self.stored is None or self.state is not State.READING:
+            return  # or an interrupt came while it was asked for, and the thread that asked knows of no read
+        self.state = State.ON_DISK
+        self.accounting.vacate(self)
+        self.asked_for()
+        if is_refused and self.home is not None:
+            self.accounting.has_no_memory = True
+            self.home.step_back(self)
 
     def take_error(self) -> BaseException | None:
         """Return why the last read has failed, to be raised."""
-        if self.copy is None:
-            return None
-        error, self.copy.error = self.copy.error, None
+        error, self.error = self.error, None
         return error
 
 
@@ -437,6 +442,7 @@ def open_saved(
     probe: VersionProbe,
     parts: SavedParts,
     produced: StreamEvent = PASSED,
+    operation: Operation | None = None,
 ) -> Lease:
     """Begin to watch a storage that may move, and add it to its pass. Takes no lock: settling counts it.
 
@@ -448,17 +454,32 @@ def open_saved(
         probe: of the first saved tensor over it.
         parts: that are saved of it.
         produced: its bytes are there once this has passed.
+        operation: that may fill it.
     """
-    record, lease = SavedStorage(accounting, storage, nbytes, probe, parts, index=len(current.records)), Lease()
-    record.home, record.produced = current, produced
+    record, lease = SavedStorage(), Lease()  # without methods of their own to begin them: this is the hot path
+    record.accounting = accounting
+    record.key = record.identity = key = StorageKey(storage)
+    record.cdata = key.cdata
+    record.nbytes = nbytes
+    record.probe = probe
+    record.parts = parts
+    record.produced = produced
+    record.index = len(current.records)
+    record.state = State.KEPT
+    record.operation = operation
+    record.tier = record.stored = record.read = record.error = record.mark = record.home = None
+    record.is_on_host = record.ahead = False
+    record.num_tensors = record.num_unpacked = 0
     lease.record, lease.storage = record, storage
-    record.lease = death = Death(lease, accounting.notes.append)
+    record.lease = death = Death(lease, accounting.note)
     death.record = record
+    record.home = current  # right before: no interrupt comes in between
     current.records.append(record)
     current.sizes.append(nbytes)
     if current.recorder is not None:
         current.recorder.packed(nbytes, record.identity, accounting.counters.resident_bytes)
     current.packed_s.append(time.perf_counter())  # last: a pass with lists of several lengths was interrupted
+    accounting.by_storage[record.cdata] = record
     accounting.notes.append(record)
     return lease
 

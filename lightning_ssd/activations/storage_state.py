@@ -20,7 +20,7 @@ __all__ = ["AWAY", "READY", "State"]
 
 
 class State(enum.Enum):
-    """The accounting lock guards every change. Which tier has a copy follows from the state; see ``TierCopy``."""
+    """The accounting lock guards every change. Which tier has a copy follows from the state; see ``SavedStorage``."""
 
     KEPT = "kept"  # in memory, and never sent anywhere
     QUEUED = "queued"  # in memory, a write is queued

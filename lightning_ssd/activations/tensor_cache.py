@@ -44,7 +44,7 @@ from lightning_ssd.common.inplace_edits import (
     owner_of,
     resized_error,
 )
-from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, storage_of
+from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, new_tuple, storage_of
 from lightning_ssd.common.waiting import Latch, is_free_within
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
@@ -69,9 +69,6 @@ from lightning_ssd.tiers.streams import PASSED, CopyEngine, StreamEvent
 from lightning_ssd.tiers.tier import Tier
 
 __all__ = ["TensorCache", "Tiers"]
-
-new_tuple: Callable[..., Any] = tuple.__new__
-"""Makes a named tuple in C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +148,6 @@ class TensorCache:
         self._pid = os.getpid()
         self._threads: dict[int, threading.Thread] = {}  # those that have begun a pass, by their numbers
         # All of the following are guarded by the accounting lock.
-        self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
         self._group = WriteGroup()
         self._run_ahead = RunAhead()
         self._clock = clock_of(device)
@@ -235,7 +231,7 @@ class TensorCache:
                 self.accounting.recorder.forward_begins(alone=not self._passes.num_open)
             self.accounting.settle()
             self.accounting.recount()
-            self._prune()
+            self.fetcher.prune()
             self._passes.enter(current)
         if not current.is_plain:
             num_plain, self._num_plain = self._num_plain, self._counters.num_plain_passes
@@ -326,7 +322,7 @@ class TensorCache:
         with self.accounting.lock:
             self._passes.prune()
             if not are_plain:
-                self._prune()
+                self.fetcher.prune()
         self._warn_of_writes()
         return not are_plain
 
@@ -353,13 +349,6 @@ class TensorCache:
                 f"this offloader was opened in process {self._pid}, and this is its fork {os.getpid()}; "
                 "open one after forking"
             )
-
-    def _prune(self) -> None:
-        """Forget storages whose graphs are gone."""
-        for cdata, record in list(self.by_storage.items()):  # a copy: other threads' hooks add to it without a lock
-            if record.state is State.FREED:
-                self.by_storage.pop(cdata, None)
-        self.fetcher.prune()
 
     def _warn_of_writes(self) -> None:
         failure = self.accounting.write_failure
@@ -625,11 +614,10 @@ class TensorCache:
         origin = None if node is None else new_tuple(Origin, (node.name(), tensor.output_nr))
         mark = self.copies.mark() if self.copies.is_asynchronous else PASSED
         parts = WHOLE if tensor.nbytes == nbytes and tensor.is_contiguous() else SavedParts(nbytes, tensor)
-        lease = open_saved(self.accounting, current, storage, nbytes, probe, parts, mark)
+        operation = None if tensor.requires_grad else Operation.current()
+        lease = open_saved(self.accounting, current, storage, nbytes, probe, parts, mark, operation)
         record = lease.record
         record.num_tensors = 1
-        record.operation = None if tensor.requires_grad else Operation.current()
-        self.by_storage[storage._cdata] = record
         if self._group.add(record, placement, self.accounting.most_saved_bytes):
             with self.accounting.lock:
                 self.accounting.settle()
@@ -643,7 +631,8 @@ class TensorCache:
             self._run_ahead.wait()
             self.copies.protect(tensor)
             self._count_hook(begin_s, waited_s, mark)
-        return SavedTensor(lease, new_tuple(TensorSpec, view), probe, origin)
+        saved: SavedTensor = new_tuple(SavedTensor, (lease, new_tuple(TensorSpec, view), probe, origin))
+        return saved
 
     def pack_again(self, record: SavedStorage, tensor: torch.Tensor) -> SavedTensor | None:
         """Return what stands for a tensor over a storage that leaves, if it shows nothing else of it than those before.
@@ -679,7 +668,7 @@ class TensorCache:
         self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, probe: VersionProbe
     ) -> Lease | None:
         """Return the lease of a storage that was saved before, in this version, with all that the tensor shows."""
-        record = self.by_storage.get(storage._cdata)
+        record = self.accounting.by_storage.get(storage._cdata)
         lease = record.lease() if isinstance(record, SavedStorage) else None
         if not isinstance(record, SavedStorage) or lease is None or record.nbytes != nbytes:
             return None
@@ -697,7 +686,7 @@ class TensorCache:
         Returns:
             Its share, or ``None`` if it needs a full record; and where it goes, if that was asked for.
         """
-        record = self.by_storage.get(storage._cdata)
+        record = self.accounting.by_storage.get(storage._cdata)
         if isinstance(record, KeptStorage):
             share = record.lease()
             if share is not None and record.nbytes == nbytes and record.is_same_value(tensor):
@@ -714,8 +703,7 @@ class TensorCache:
         placement = self._place(current, nbytes)
         if placement is not Placement.KEEP:
             return None, placement
-        share = open_kept(self.accounting, current, owner_of(tensor), nbytes, time.perf_counter())
-        self.by_storage[storage._cdata] = share.record
+        share = open_kept(self.accounting, current, owner_of(tensor), storage._cdata, nbytes, time.perf_counter())
         self.accounting.settle()
         return share, placement
 
@@ -732,10 +720,9 @@ class TensorCache:
         parts = SavedParts(nbytes, tensor)
         if placement is None:
             placement = self._place(current, nbytes)
-        lease = open_saved(self.accounting, current, storage, nbytes, probe, parts)
+        operation = None if tensor.requires_grad else Operation.current()
+        lease = open_saved(self.accounting, current, storage, nbytes, probe, parts, operation=operation)
         record = lease.record
-        self.by_storage[record.key.cdata] = record
-        record.operation = None if tensor.requires_grad else Operation.current()
         self.accounting.settle()
         # What stays may have to go later, when another stream is the current one.
         record.produced = self._mark()
@@ -761,12 +748,12 @@ class TensorCache:
             self._group.drop()
             return
         self.fetcher.note_given()  # what is in use stays
-        ssd, host, group = self._tiers.ssd, self._tiers.host, list(self._group.taken(is_over=is_over))
+        ssd, host, group = self._tiers.ssd, self._tiers.host, self._group.taken(is_over=is_over)
         if host is not None:
             SavedStorage.queue_writes([record for record, place in group if place is Placement.HOST], host)
         to_drives = [record for record, _ in group if record.state is State.KEPT]
         if ssd is not None and to_drives:
-            self.budget.observe(max(record.nbytes for record in to_drives), self.accounting.most_saved_bytes)
+            self.budget.observe(max([record.nbytes for record in to_drives]), self.accounting.most_saved_bytes)
             SavedStorage.queue_writes(to_drives, ssd)
 
     def _admit(self, current: SavedPass, nbytes: int) -> Latch | None:

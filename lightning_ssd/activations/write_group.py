@@ -2,13 +2,12 @@
 
 A job costs its worker and the training thread as much Python as a small write takes, whatever its size. So up to 16
 storages leave together (Megatron-Core's fine-grained offloading moves groups of tensors for the same reason). What is
-ready is never held back beyond a sixty-fourth of all that is saved.
+ready is never held back beyond 1 MiB or a sixty-fourth of all that is saved, whichever is more.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.planning.placement import Placement
@@ -16,6 +15,7 @@ from lightning_ssd.planning.placement import Placement
 __all__ = ["WriteGroup"]
 
 _MAX_STORAGES = 16
+_MIN_BYTES = 1 << 20
 _MAX_BYTES = 64 << 20
 _MAX_HELD = 64
 _NUM_LOOKED_AT = 4
@@ -54,7 +54,7 @@ class WriteGroup:
             self._held.append((record, placement))
         if self._held:
             self._look(_NUM_LOOKED_AT, is_over=len(self._held) > _MAX_HELD)
-        is_large = self._nbytes >= min(_MAX_BYTES, most_saved_bytes // _SHARE)
+        is_large = self._nbytes >= min(_MAX_BYTES, max(_MIN_BYTES, most_saved_bytes // _SHARE))
         return bool(self._ready) and (is_large or len(self._ready) >= _MAX_STORAGES)
 
     def _look(self, number: int, *, is_over: bool) -> None:
@@ -75,7 +75,7 @@ class WriteGroup:
             else:
                 self._held.append((record, placement))
 
-    def taken(self, *, is_over: bool = False) -> Iterator[tuple[SavedStorage, Placement]]:
+    def taken(self, *, is_over: bool = False) -> list[tuple[SavedStorage, Placement]]:
         """Take out what is ready, in order, but for what was freed or sent meanwhile, or is in use: that stays.
 
         Args:
@@ -83,10 +83,8 @@ class WriteGroup:
         """
         self._look(len(self._held) if is_over else _NUM_LOOKED_AT, is_over=is_over)
         self._nbytes = 0
-        while self._ready:
-            record, placement = self._ready.popleft()
-            if record.can_be_evicted:
-                yield record, placement
+        taken = [self._ready.popleft() for _ in range(len(self._ready))]
+        return [(record, placement) for record, placement in taken if record.can_be_evicted]
 
     def drop(self) -> None:
         """Have them stay in memory."""

@@ -26,10 +26,15 @@ class VersionProbe:
     __slots__ = ("_owner", "alias", "saved")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        base = tensor._base
+        base, kind = tensor._base, (tensor.dtype, tensor.device)
+        empty = _empty.get(kind)
+        if empty is None:
+            empty = torch.empty(0, dtype=kind[0], device=kind[1])
+            if type(empty) is torch.Tensor and not empty.is_inference():  # else a mode of the program has made it
+                _empty[kind] = empty
         self.alias = alias = tensor.detach()
         """Has the tensor's version and gradients' form, and no memory."""
-        alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        alias.data = empty
         self._owner = weakref.ref(tensor if base is None else base)
         self.saved = tensor._version
 
@@ -59,6 +64,10 @@ class VersionProbe:
     def version(self) -> int:
         """The tensor's version now; ``saved`` is the one at the time of saving."""
         return self.alias._version
+
+
+_empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+"""Empty tensors: to make one takes twice as long as all else that a probe needs."""
 
 
 def owner_of(tensor: torch.Tensor) -> torch.Tensor:

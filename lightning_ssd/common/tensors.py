@@ -13,7 +13,7 @@ import ctypes
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,11 +28,15 @@ __all__ = [
     "give_gradient",
     "holders",
     "is_released",
+    "new_tuple",
     "place_of",
     "required_nbytes",
     "storage_of",
     "use_count",
 ]
+
+new_tuple: Callable[..., Any] = tuple.__new__
+"""Makes a named tuple in C: its own constructor is Python."""
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 """Tensors of exactly these types, not of subclasses, are plain views of a storage."""
@@ -116,8 +120,8 @@ class StorageKey:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.cdata: int = storage._cdata
-        self.weak = cast(int, storage._weak_ref())
-        _pointers[weakref.ref(self, _dead.append)] = self.weak
+        self.weak: int = storage._weak_ref()  # type: ignore[assignment]  # which its annotation denies
+        _pointers[weakref.ref(self, _note_dead)] = self.weak
         if _dead:
             _give_back()
 
@@ -133,6 +137,7 @@ class StorageKey:
 
 _pointers: dict[weakref.ref[StorageKey], int] = {}
 _dead: deque[weakref.ref[StorageKey]] = deque()
+_note_dead = _dead.append
 
 
 def _give_back() -> None:

@@ -71,8 +71,7 @@ def read_memory(device: torch.device | str | None = None) -> MemoryReadings:
     Args:
         device: to include, if it is an accelerator; while it is not in use, its numbers are ``None``.
     """
-    status = _read_kib_table(Path("/proc/self/status"))
-    host, peak = status.get("VmRSS"), status.get("VmHWM")
+    peak, host = _read_kib("/proc/self/status", "VmHWM", "VmRSS")
     if peak is None and sys.platform == "darwin":
         import resource  # Not on every platform, and only needed where /proc is missing.
 
@@ -128,7 +127,7 @@ def peak_bytes(device: torch.device) -> int:
     """The most memory that was in use, as :func:`level_bytes` counts it, since the peak began anew; 0 if unknown."""
     if accelerator_of(device) is not None:
         return _allocator_stats(device).get("allocated_bytes.all.peak", 0)
-    return _read_kib_table(Path("/proc/self/status")).get("VmHWM", 0)
+    return _read_kib("/proc/self/status", "VmHWM")[0] or 0
 
 
 class ResidentSet:
@@ -183,7 +182,7 @@ def capacity_bytes(device: torch.device) -> int | None:
         return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type != "cpu":
         return None
-    return _smaller(_read_kib_table(Path("/proc/meminfo")).get("MemTotal"), cgroup_limit_bytes())
+    return _smaller(*_read_kib("/proc/meminfo", "MemTotal"), cgroup_limit_bytes())
 
 
 def host_available_bytes(cached_bytes: int = 0) -> int | None:
@@ -193,7 +192,7 @@ def host_available_bytes(cached_bytes: int = 0) -> int | None:
         cached_bytes: see :func:`cgroup_available_bytes`.
     """
     of_group = cgroup_available_bytes(cached_bytes=cached_bytes)
-    return _smaller(_read_kib_table(Path("/proc/meminfo")).get("MemAvailable"), of_group)
+    return _smaller(*_read_kib("/proc/meminfo", "MemAvailable"), of_group)
 
 
 def cgroup_limit_bytes(proc: Path = Path("/proc/self")) -> int | None:
@@ -219,37 +218,41 @@ def cgroup_available_bytes(proc: Path = Path("/proc/self"), *, cached_bytes: int
 
 def _cgroup_levels(proc: Path, cached_bytes: int = 0) -> Iterator[tuple[int, int]]:
     """(limit, bytes used that cannot simply be dropped) of every limited level."""
-    for mount, directory in _memory_cgroups(proc, tuple(_read_lines(proc / "cgroup"))):
-        is_v2 = (directory / "cgroup.controllers").exists()
-        names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        prefix = "" if is_v2 else "total_"
-        for level in (directory, *directory.parents):
-            limit = _read_number(level / names[0])
-            if limit is not None and limit < _UNLIMITED:
-                stat = _read_table(level / "memory.stat")
-                # Unused page cache counts against a cgroup, but the kernel drops it before it refuses memory.
-                cache = stat.get(f"{prefix}inactive_file", 0) + min(stat.get(f"{prefix}active_file", 0), cached_bytes)
-                yield limit, max(0, (_read_number(level / names[1]) or 0) - cache)
-            if level == mount:
-                break
+    for limit_file, usage_file, stat_file, prefix in _memory_files(proc, tuple(_read_lines(f"{proc}/cgroup"))):
+        limit = _read_number(limit_file)
+        if limit is not None and limit < _UNLIMITED:
+            stat = _read_table(stat_file)
+            # Unused page cache counts against a cgroup, but the kernel drops it before it refuses memory.
+            cache = stat.get(f"{prefix}inactive_file", 0) + min(stat.get(f"{prefix}active_file", 0), cached_bytes)
+            yield limit, max(0, (_read_number(usage_file) or 0) - cache)
 
 
 @functools.lru_cache(maxsize=8)
-def _memory_cgroups(proc: Path, memberships: tuple[str, ...]) -> tuple[tuple[Path, Path], ...]:
-    """(mount point, this process's directory) of each hierarchy that may limit memory.
+def _memory_files(proc: Path, memberships: tuple[str, ...]) -> tuple[tuple[str, str, str, str], ...]:
+    """Files of each cgroup that may limit memory: limit, usage and statistics, with the prefix of keys in the latter.
 
     Remembered, since the mounts take longer to look through than all the rest, and each pass asks.
     """
-    return tuple(_find_memory_cgroups(proc, memberships))
+    found = list[tuple[str, str, str, str]]()
+    for mount, directory in _find_memory_cgroups(proc, memberships):
+        is_v2 = (directory / "cgroup.controllers").exists()
+        names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        for level in (directory, *directory.parents):
+            limit, usage, stat = (str(level / name) for name in (*names, "memory.stat"))
+            found.append((limit, usage, stat, "" if is_v2 else "total_"))
+            if level == mount:
+                break
+    return tuple(found)
 
 
 def _find_memory_cgroups(proc: Path, memberships: Sequence[str]) -> Iterator[tuple[Path, Path]]:
+    """(mount point, this process's directory) of each hierarchy that may limit memory."""
     paths: dict[str, str] = {}
     for line in memberships:
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
             paths["cgroup" if controllers else "cgroup2"] = path
-    for line in _read_lines(proc / "mountinfo"):
+    for line in _read_lines(f"{proc}/mountinfo"):
         left, _, right = line.partition(" - ")
         kind, _, options = right.split(" ", 2)
         if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
@@ -262,7 +265,7 @@ def _find_memory_cgroups(proc: Path, memberships: Sequence[str]) -> Iterator[tup
         yield mount_path, directory if directory.is_dir() else mount_path
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read_lines(path: str) -> list[str]:
     """Lines of a kernel file; none where this system does not have it."""
     try:
         return _read_bytes(path).decode().splitlines()
@@ -270,7 +273,7 @@ def _read_lines(path: Path) -> list[str]:
         return []
 
 
-def _read_bytes(path: str | Path) -> bytes:
+def _read_bytes(path: str) -> bytes:
     """A kernel file, unbuffered: passes ask hundreds of times, and a buffer takes longer than the kernel.
 
     By a file object all the same: an interrupt right after the system has opened it leaves no descriptor.
@@ -282,22 +285,27 @@ def _read_bytes(path: str | Path) -> bytes:
         return file.readall()
 
 
-def _read_number(path: Path) -> int | None:
+def _read_number(path: str) -> int | None:
     """A file with one number; ``None`` for "max" and where the file is missing."""
     lines = _read_lines(path)
     return int(lines[0]) if lines and lines[0].isdigit() else None
 
 
-def _read_table(path: Path) -> dict[str, int]:
-    """Lines such as ``VmRSS:  1672 kB`` or ``inactive_file 0``; lines without a number are left out."""
+def _read_table(path: str) -> dict[str, int]:
+    """Lines such as ``inactive_file 0``; lines without a number are left out."""
     words = (line.split() for line in _read_lines(path))
-    return {line[0].rstrip(":"): int(line[1]) for line in words if len(line) >= 2 and line[1].isdigit()}
+    return {line[0]: int(line[1]) for line in words if len(line) >= 2 and line[1].isdigit()}
 
 
-def _read_kib_table(path: Path) -> dict[str, int]:
-    return {key: value * _KIB for key, value in _read_table(path).items()}
+def _read_kib(path: str, *keys: str) -> list[int | None]:
+    """Bytes of lines such as ``VmRSS:  1672 kB``, which are many and of which few are asked for."""
+    try:
+        text = b"\n" + _read_bytes(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return [None] * len(keys)
+    found = [text.partition(b"\n%s:" % key.encode())[2].split(None, 1) for key in keys]
+    return [int(words[0]) * _KIB if words else None for words in found]
 
 
-def _smaller(first: int | None, second: int | None) -> int | None:
-    known = [value for value in (first, second) if value is not None]
-    return min(known, default=None)
+def _smaller(*values: int | None) -> int | None:
+    return min([value for value in values if value is not None], default=None)

@@ -24,7 +24,7 @@ from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError, forget_frames
 from lightning_ssd.parameters.guard.guard import Door, forget_door, guard, own_class
 from lightning_ssd.parameters.units import is_held_in_c
-from lightning_ssd.tiers.base import StoredBytes
+from lightning_ssd.tiers.base import OneByOne, StoredBytes
 from lightning_ssd.tiers.copy_paths import storage_bytes
 from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
 from lightning_ssd.tiers.tier import Tier
@@ -343,7 +343,7 @@ class DeviceMemory:
         self._forget_copy()
 
 
-class _Write:
+class _Write(OneByOne):
     """One write; the owner that its tier calls."""
 
     def __init__(self, memory: DeviceMemory, stamp: _Stamp) -> None:
@@ -367,7 +367,7 @@ class _Write:
         self.ended.open()
 
 
-class _Read:
+class _Read(OneByOne):
     """One read; the owner that its tier calls."""
 
     def __init__(self) -> None:

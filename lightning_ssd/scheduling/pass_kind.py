@@ -125,7 +125,7 @@ class PassKind:
     @property
     def rests(self) -> bool:
         """Whether all its plans move nothing."""
-        return bool(self.plans) and not any(known.plan.moves for known in list(self.plans.values()))
+        return bool(self.plans) and not any(known.moves for known in list(self.plans.values()))
 
     def ends_rest(self) -> bool:
         """Count a pass that begins where nothing moves. Return whether to plan again.

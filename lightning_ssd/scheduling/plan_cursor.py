@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Plan, PlanObjective, TierRates
@@ -27,6 +27,20 @@ class StoredPlan:
     rates: TierRates
     """Rates of the SSD tier."""
     plan: Plan
+    program: PassProgram = field(init=False, repr=False, compare=False)
+    """Course of a pass that follows it. Worked out once: every pass asks."""
+    moves: bool = field(init=False, repr=False, compare=False)
+    """Whether it keeps less than everything."""
+
+    def __post_init__(self) -> None:
+        places = self.plan.placements
+        program = PassProgram(
+            self.sizes,
+            stays=bytes([place is Placement.KEEP for place in places]),
+            drives=bytes([place is Placement.SSD for place in places]),
+        )
+        object.__setattr__(self, "program", program)
+        object.__setattr__(self, "moves", self.plan.moves)
 
     @property
     def predicted_overhead(self) -> float:
@@ -104,21 +118,13 @@ class PlanCursor:
     @property
     def program(self) -> PassProgram:
         """The expected course of a pass that follows the latest plan from its first storage on."""
-        if not self._candidates:
-            return NOTHING_KNOWN
-        known = self._candidates[0]
-        places = known.plan.placements
-        return PassProgram(
-            known.sizes,
-            stays=bytes(place is Placement.KEEP for place in places),
-            drives=bytes(place is Placement.SSD for place in places),
-        )
+        return self._candidates[0].program if self._candidates else NOTHING_KNOWN
 
     @property
     def may_move(self) -> bool:
         """Whether memory is to return while the pass runs; known before its first storage."""
         if self._candidates and not self.limits_total_memory:
-            return any(known.plan.moves for known in self._candidates)
+            return any(known.moves for known in self._candidates)
         return True
 
     @property
@@ -131,7 +137,7 @@ class PlanCursor:
 
     def keeps(self, nbytes: int) -> bool:
         """Return whether a pass that is known to save so many bytes keeps all of them. It may save twice as much."""
-        is_planned = bool(self._candidates) and not any(known.plan.moves for known in self._candidates)
+        is_planned = bool(self._candidates) and not any(known.moves for known in self._candidates)
         return (
             (is_planned or nbytes == 0)
             and not self.recompute

@@ -144,6 +144,11 @@ class Scheduler:
             self._limits.limits_total_memory and (kind is None or kind.wants_trace)
         )
 
+    @property
+    def limits_memory(self) -> bool:
+        """Whether passes are held to a limit of all memory, so that what is in use counts at each of them."""
+        return self._limits.limits_total_memory
+
     def goes_on_keeping(self, signature: Hashable) -> bool:
         """Return whether nothing has come up since the last pass of this kind, which kept everything without hooks."""
         kind = self._kinds.get(signature)
@@ -343,7 +348,7 @@ class Scheduler:
 
         Also a signal handler may have come in the midst of that, and begins a pass.
         """
-        if self._is_learning:
+        if self._is_learning or not self._planned:
             return
         with deferring_interrupts():  # else one could leave the lock taken
             if self._learning.acquire(blocking=False):

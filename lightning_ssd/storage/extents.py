@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from lightning_ssd.common.rounding import round_up
+from lightning_ssd.common.tensors import new_tuple
 
 __all__ = ["Extent", "ExtentAllocator"]
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """``nbytes`` bytes of an arena at ``offset``; both are multiples of the arena's block size."""
 
     offset: int
@@ -51,12 +50,13 @@ class ExtentAllocator:
         """``nbytes`` in whole blocks."""
         if nbytes <= 0:
             raise ValueError(f"an extent of {nbytes} bytes was asked for; ask for at least 1 byte")
-        return round_up(nbytes, self._block_bytes)
+        return -(-nbytes // self._block_bytes) * self._block_bytes
 
     def allocate(self, nbytes: int) -> Extent | None:
         """The lowest free extent of at least ``nbytes`` bytes, or ``None`` where no free range is long enough."""
         need = self.round_up(nbytes)
-        self.merge_returned()
+        if self._returned:
+            self.merge_returned()
         for index, start in enumerate(self._starts):
             left = self._free[start] - need
             if left >= 0:
@@ -68,7 +68,8 @@ class ExtentAllocator:
                     del self._starts[index]
                 self._used[start] = need
                 self.used_bytes += need
-                return Extent(start, need)
+                extent: Extent = new_tuple(Extent, (start, need))
+                return extent
         return None
 
     def free(self, extent: Extent) -> None:

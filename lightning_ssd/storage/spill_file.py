@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -155,20 +155,30 @@ class Arena:
             StorageError: if growing fails otherwise, or after a fork.
             OffloaderClosedError: after close.
         """
+        return self.allocate_all([nbytes])[0]
+
+    def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
+        """One extent for each size, or none where one of them is refused. See :meth:`allocate`."""
         self._check_usable()
-        if nbytes == 0:
-            return Extent(0, 0)
+        found = list[Extent]()
         with self._lock:
             self._check_usable()
-            extent = self._extents.allocate(nbytes)
-            if extent is None:
-                self._grow(nbytes)
-                extent = self._extents.allocate(nbytes)
-            if extent is None:
-                raise StorageError(
-                    f"growing {self.path} for {nbytes} bytes gave no extent; please report this as a bug"
-                )
-            return extent
+            try:
+                for nbytes in sizes:
+                    extent = self._extents.allocate(nbytes) if nbytes else Extent(0, 0)
+                    if extent is None:
+                        self._grow(nbytes)
+                        extent = self._extents.allocate(nbytes)
+                    if extent is None:
+                        raise StorageError(
+                            f"growing {self.path} for {nbytes} bytes gave no extent; please report this as a bug"
+                        )
+                    found.append(extent)
+            except BaseException:
+                for extent in found:
+                    self.free(extent)
+                raise
+        return found
 
     def reserve(self, nbytes: int) -> None:
         """Let the file have at least ``nbytes`` bytes from now on, so that as many will not be refused later.

@@ -166,7 +166,7 @@ _RATES = {metric.key: metric.key.removesuffix("_per_s") for metric in METRICS if
 
 def union_s(intervals: Iterable[tuple[float, float]]) -> float:
     """Length of the union of ``(start, end)`` intervals; those with ``end <= start`` count nothing."""
-    return math.fsum(end - start for start, end in _union(intervals))
+    return math.fsum([end - start for start, end in _union(intervals)])
 
 
 def intersection(
@@ -186,12 +186,15 @@ def intersection(
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     merged: list[tuple[float, float]] = []
+    begin = reach = -math.inf
     for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        elif end > start:
-            merged.append((start, end))
-    return merged
+        if start > reach:
+            if reach > begin:
+                merged.append((begin, reach))
+            begin, reach = start, end
+        elif end > reach:
+            reach = end
+    return [*merged, (begin, reach)] if reach > begin else merged
 
 
 def overlap_ratio(stalls: Iterable[tuple[float, float]], transfers: Iterable[tuple[float, float]]) -> float | None:
@@ -288,9 +291,9 @@ def _from_events(events: Iterable[Event], num_drives: int) -> dict[str, float | 
         elif not event.failed:
             moved.append(event)
     to_drives = [event for event in moved if event.tier != "host"]  # the host tier's copies would only flatter rates
-    written = _Busy.of(event for event in to_drives if event.direction == "write")
-    read = _Busy.of(event for event in to_drives if event.direction == "read")
-    on_host = _Busy.of(event for event in moved if event.tier == "host")
+    written = _Busy.of([event for event in to_drives if event.direction == "write"])
+    read = _Busy.of([event for event in to_drives if event.direction == "read"])
+    on_host = _Busy.of([event for event in moved if event.tier == "host"])
     return {
         "io/overlap_ratio": overlap_ratio(stalls, [*written.union, *read.union, *on_host.union]),
         "io/write_gib_per_s": written.bytes_per_s,
@@ -306,13 +309,12 @@ class _Busy(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, transfers: Iterable[TransferEvent]) -> _Busy:
-        moved = list(transfers)
-        return cls(_union((event.start_s, event.end_s) for event in moved), sum(event.nbytes for event in moved))
+    def of(cls, moved: Sequence[TransferEvent]) -> _Busy:
+        return cls(_union([(event.start_s, event.end_s) for event in moved]), sum([event.nbytes for event in moved]))
 
     @property
     def bytes_per_s(self) -> float | None:
-        busy_s = union_s(self.union)
+        busy_s = math.fsum([end - start for start, end in self.union])
         return self.nbytes / busy_s if busy_s > 0 else None
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from operator import add, attrgetter
+from typing import Any
 
 from lightning_ssd.common.formatting import format_sizes
 
@@ -93,7 +96,11 @@ class OffloadStats:
 
     def __add__(self, other: OffloadStats) -> OffloadStats:
         """Add all counters: the cache, weights and optimizers each count their own part."""
-        return OffloadStats(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        return OffloadStats(**dict(zip(_TOTALS, map(add, _totals_of(self), _totals_of(other)), strict=True)))
+
+
+_TOTALS = tuple(field.name for field in fields(OffloadStats))
+_totals_of: Callable[[OffloadStats], tuple[Any, ...]] = attrgetter(*_TOTALS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +162,11 @@ class Counters:
 
     def snapshot(self) -> OffloadStats:
         """A frozen copy."""
-        return OffloadStats(**{name: getattr(self, name) for name in _NAMES})
+        return OffloadStats(**dict(zip(_NAMES, _values_of(self), strict=True)))
 
 
 _NAMES = tuple(field.name for field in fields(Counters))
+_values_of: Callable[[Counters], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

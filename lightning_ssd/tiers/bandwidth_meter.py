@@ -22,7 +22,7 @@ from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.storage.spill_file import SPACE_ADVICE
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.base import Progress, StoredBytes
+from lightning_ssd.tiers.base import OneByOne, Progress, StoredBytes
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover, Mover
 from lightning_ssd.tiers.host import HostTier
@@ -39,7 +39,7 @@ _MAX_AGE_S = 0.05
 _UNKNOWN = Rates(0.0, 0.0)
 
 
-class _Trial:
+class _Trial(OneByOne):
     """One chunk that a probe writes and reads back."""
 
     def __init__(self, memory: torch.UntypedStorage) -> None:

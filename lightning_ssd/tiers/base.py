@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NoMemoryToReadError",
+    "OneByOne",
     "Part",
     "Progress",
+    "ReadEnd",
     "ReadOwner",
     "ReadRequest",
     "StoredBytes",
+    "WriteEnd",
     "WriteOwner",
     "WriteRequest",
 ]
@@ -51,17 +55,14 @@ class StoredBytes:
     checksums: tuple[int, ...]
     """One value per chunk, or none."""
     label: str
+    body_nbytes: int
+    """Bytes that moved to the tier."""
     missing_nbytes: int = 0
     """Bytes that a write left out when it was given up."""
     is_freed: bool = False
     """Whether the owner has freed it. The tier's lock guards this and the next."""
-    readers: set[object] = field(default_factory=set)
+    readers: tuple[object, ...] = ()
     """Reads and copies under way: the place is not lent again before the last of them has ended."""
-
-    @property
-    def body_nbytes(self) -> int:
-        """Bytes that moved to the tier."""
-        return self.nbytes - len(self.edges.head) - len(self.edges.tail) - self.missing_nbytes
 
     @property
     def is_complete(self) -> bool:
@@ -69,17 +70,25 @@ class StoredBytes:
         return not self.missing_nbytes
 
 
-class WriteOwner(Protocol):
-    """Whose bytes are written. All methods are called from a worker."""
+WriteEnd = tuple[Any, StoredBytes | None, BaseException | None]
+"""An owner, with either the bytes where they are now, which it frees through the tier, or an error."""
+ReadEnd = tuple[Any, torch.UntypedStorage | None, StreamEvent | None, BaseException | None]
+"""An owner, with either a storage (there once the mark has passed) or an error."""
 
-    def write_begins(self) -> torch.UntypedStorage | None:
-        """Hand over the storage to write, or ``None`` when that is no longer wanted."""
+
+class WriteOwner(Protocol):
+    """Whose bytes are written. All methods are called from a worker, for owners of one job together."""
+
+    @staticmethod
+    def all_begin(owners: Sequence[Any]) -> list[torch.UntypedStorage | None]:
+        """Hand over the storages to write; ``None`` for one whose write is no longer wanted."""
 
     def is_wanted(self) -> bool:
         """Whether a write that has begun is still of use. Where it is not, it never is again."""
 
-    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
-        """Either ``stored`` or ``error`` is given. The owner frees ``stored`` through the tier. Must not raise."""
+    @staticmethod
+    def all_written(ends: Sequence[WriteEnd]) -> None:
+        """Tell how writes have ended. Must not raise."""
 
 
 class WriteRequest(NamedTuple):
@@ -93,12 +102,43 @@ class WriteRequest(NamedTuple):
 
 
 class ReadOwner(Protocol):
-    """Who wants bytes back. Called from a worker."""
+    """Who wants bytes back. Called from a worker, for owners of one job together."""
 
-    def read_ended(
-        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
-    ) -> None:
-        """Either ``storage`` (there once ``mark`` has passed) or ``error`` is given. Must not raise."""
+    @staticmethod
+    def all_read(ends: Sequence[ReadEnd]) -> None:
+        """Tell how reads have ended. Must not raise."""
+
+
+class OneByOne:
+    """Base of owners that are told one by one, through methods of their own."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def all_begin(owners: Sequence[Any]) -> list[torch.UntypedStorage | None]:
+        """Ask each for its storage."""
+        return [owner.write_begins() for owner in owners]
+
+    @staticmethod
+    def all_written(ends: Sequence[WriteEnd]) -> None:
+        """Tell each, with ``write_ended``."""
+        OneByOne._tell("write_ended", ends)
+
+    @staticmethod
+    def all_read(ends: Sequence[ReadEnd]) -> None:
+        """Tell each, with ``read_ended``."""
+        OneByOne._tell("read_ended", ends)
+
+    @staticmethod
+    def _tell(name: str, ends: Sequence[tuple[Any, ...]]) -> None:
+        fault: BaseException | None = None
+        for owner, *end in ends:
+            try:
+                getattr(owner, name)(*end)
+            except BaseException as error:  # the others are told, too
+                fault = fault or error
+        if fault is not None:
+            raise fault
 
 
 class ReadRequest(NamedTuple):

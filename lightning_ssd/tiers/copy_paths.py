@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_ssd.common.rounding import round_up
-from lightning_ssd.common.tensors import Region
+from lightning_ssd.common.tensors import Region, new_tuple
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
@@ -30,6 +30,7 @@ from lightning_ssd.tiers.streams import PASSED, CopyEngine, HostCopies, StreamEv
 
 __all__ = [
     "HERE",
+    "NO_EDGES",
     "ArenaMover",
     "DeviceMover",
     "Edges",
@@ -55,7 +56,7 @@ class Edges(NamedTuple):
         ctypes.memmove(storage.data_ptr() + storage.nbytes() - len(self.tail), self.tail, len(self.tail))
 
 
-_NO_EDGES = Edges(b"", b"")
+NO_EDGES = Edges(b"", b"")
 
 
 class Piece(NamedTuple):
@@ -72,7 +73,8 @@ class Piece(NamedTuple):
     @property
     def memory(self) -> Region:
         """Where its bytes are in the storage, for those that reach them without a stream."""
-        return Region(self.storage.data_ptr() + self.start, self.nbytes)
+        region: Region = new_tuple(Region, (self.storage.data_ptr() + self.start, self.nbytes))
+        return region
 
 
 class Loaded(NamedTuple):
@@ -109,7 +111,7 @@ class Mover(ABC):
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         """Copy the bytes that do not go to the tier."""
-        return _NO_EDGES
+        return NO_EDGES
 
     @abstractmethod
     def store(self, piece: Piece, *, check: bool) -> int | None:
@@ -152,11 +154,15 @@ class HostMover(Mover):
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         if self._reload is None:
-            return _NO_EDGES
+            return NO_EDGES
         address, nbytes = storage.data_ptr(), storage.nbytes()
         head = min(-address % self._alignment, nbytes)
         tail = (nbytes - head) % self._backend.block_bytes
-        return Edges(ctypes.string_at(address, head), ctypes.string_at(address + nbytes - tail, tail))
+        if not head and not tail:
+            return NO_EDGES
+        edges = ctypes.string_at(address, head), ctypes.string_at(address + nbytes - tail, tail)
+        found: Edges = new_tuple(Edges, edges)
+        return found
 
     def store(self, piece: Piece, *, check: bool) -> int | None:
         self._backend.write(piece.arena, piece.memory, piece.offset)

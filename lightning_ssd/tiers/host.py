@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
 from lightning_ssd.storage.extents import Extent
@@ -79,9 +81,21 @@ class HostTier(Tier):
         """Bytes that are stored or reserved."""
         return self.arena.used_bytes
 
-    def claim(self, nbytes: int) -> list[Part] | None:
-        extent = self.arena.allocate(nbytes)
-        return None if extent is None else [Part(0, nbytes, 0, extent)]
+    def claim_all(self, sizes: Sequence[int]) -> list[list[Part] | None]:
+        claimed: list[list[Part] | None] = []
+        try:
+            for nbytes in sizes:
+                extent = self.arena.allocate(nbytes)
+                claimed.append(None if extent is None else [Part(0, nbytes, 0, extent)])
+        except BaseException:
+            for parts in claimed:
+                self.free_parts(parts or ())
+            raise
+        return claimed
+
+    @property
+    def uncut_bytes(self) -> int:
+        return 0
 
     def cut(self, start: int, nbytes: int, extent: Extent | None = None) -> list[tuple[int, int]]:
         if extent is None:

@@ -8,17 +8,28 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_ssd.common.profiling import span
+from lightning_ssd.common.tensors import new_tuple
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError, forget_frames
 from lightning_ssd.memory.readings import is_out_of_memory
-from lightning_ssd.tiers.base import NoMemoryToReadError, Part, ReadOwner, ReadRequest, StoredBytes, WriteRequest
-from lightning_ssd.tiers.copy_paths import HERE, Edges, Loaded, Piece
+from lightning_ssd.tiers.base import (
+    NoMemoryToReadError,
+    Part,
+    ReadEnd,
+    ReadOwner,
+    ReadRequest,
+    StoredBytes,
+    WriteEnd,
+    WriteRequest,
+)
+from lightning_ssd.tiers.copy_paths import HERE, NO_EDGES, Edges, Loaded, Piece
 from lightning_ssd.tiers.streams import PASSED, StreamEvent
 from lightning_ssd.tiers.transfer_queue import Chunk, Settle, Transfer
 
@@ -30,174 +41,71 @@ __all__ = ["Read", "Write"]
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class _Outgoing:
     """One storage on its way to a tier.
 
     It begins when a worker gets to it: until then its owner may take it back, and nothing holds its memory.
-
-    Args:
-        tier: gets it.
-        request: the storage, and who owns it.
-        parts: the room that it has already.
-        changing: guards the numbers and the parts. A leaf lock.
     """
 
-    def __init__(self, tier: Tier, request: WriteRequest, parts: list[Part], changing: threading.Lock) -> None:
-        self.request = request
-        self.parts = parts
-        self.moved_nbytes = 0
-        """Bytes that go to the tier, without the pieces that were no longer wanted."""
-        self.failed_nbytes = 0
-        self.fault: BaseException | None = None
-        """Error of telling the owner of the end, which its contract forbids."""
-        self._whole = parts[0] if parts else None
-        extent = None if self._whole is None else self._whole.extent
-        self.num_pieces = self.num_left = max(len(tier.cut(0, request.nbytes, extent)), 1)
-        """The most that it is cut into, and those of them that have not ended."""
-        self._tier = tier
-        self._storage: torch.UntypedStorage | None = None
-        self._edges: Edges | None = None
-        self._cuts: list[tuple[int, int]] = []
-        self._checksums: list[int | None] = []
-        self._check = False
-        self._memory = 0, 0
-        self._missing_nbytes = 0  # of the pieces that were no longer wanted
-        self._error: BaseException | None = None
-        self._is_begun = self._is_over = False
-        # Order: before the accounting lock, which the owner takes. One piece is for one worker.
-        self._beginning = threading.Lock() if self.num_pieces > 1 else None
-        self._changing = changing
-
-    def run(self, index: int) -> None:
-        """Write one piece."""
-        try:
-            if self._beginning is None:
-                self._begin()
-            else:
-                with self._beginning:
-                    if not self._is_begun:
-                        self._is_begun = True
-                        self._begin()
-            if self._error is None and index < len(self._cuts):
-                self._store(index)
-        except BaseException as error:
-            forget_frames(error)
-            self._error = self._error or error
-
-    def _begin(self) -> None:
-        request, tier = self.request, self._tier
-        storage = self._storage = request.owner.write_begins()
-        if storage is None:
-            self._is_over = True
-            self.give_back()
-            return
-        if storage.nbytes() != request.nbytes:
-            raise StorageError(
-                f"{request.label} has {storage.nbytes():,} bytes, and had {request.nbytes:,} when its write was "
-                "queued; saved storages must not be resized"
-            )
-        self._memory = storage.data_ptr(), request.nbytes
-        edges = self._edges = tier.mover.edges(storage)
-        head, body = len(edges.head), request.nbytes - len(edges.head) - len(edges.tail)
-        if self._whole is None and not tier.is_striped:
-            self._whole = tier.allocate(head, body, {})
-            self.parts.append(self._whole)
-        self._cuts = tier.cut(head, body, None if self._whole is None else self._whole.extent)
-        self._checksums = [None] * len(self._cuts)
-        self._check = tier.wants_check()
-        self.moved_nbytes = body
-
-    def _store(self, index: int) -> None:
-        storage, (start, nbytes), refused = self._storage, self._cuts[index], dict[int, OSError]()
-        if storage is None or not self.request.owner.is_wanted():
-            with self._changing:  # it was taken back, and would hold its memory as long as it is written
-                self._missing_nbytes += nbytes
-                self.moved_nbytes -= nbytes
-            return
-        while True:
-            part = self._whole
-            if part is None:
-                part = self._tier.allocate(start, nbytes, refused)
-                self.parts.append(part)
-            try:
-                piece = self._tier.piece(storage, part, start, nbytes, self.request.after)
-                self._checksums[index] = self._tier.mover.store(piece, check=self._check)
-                return
-            except OSError as error:
-                if part is self._whole:
-                    raise
-                with self._changing:
-                    self.parts.remove(part)
-                self._tier.free_parts([part])
-                self._tier.gives_up(part.lane, error)
-                refused[part.lane] = error
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Tell the owner, once, and let go of the memory."""
-        if self._is_over:
-            return
-        self._is_over = True
-        try:
-            self._tell(self._error or error)
-        except BaseException as raised:
-            forget_frames(raised)
-            self.fault = raised
-
-    def _tell(self, error: BaseException | None) -> None:
-        storage, edges, request, stored = self._storage, self._edges, self.request, None
-        self._storage = None
-        if error is None and storage is not None and (storage.data_ptr(), storage.nbytes()) != self._memory:
-            # ``untyped_storage().resize_()`` and ``share_memory_()`` give a storage other memory and free what it had,
-            # with no sign in its version. What was written may be anything then; what it has now is its owner's.
-            error = StorageError(
-                f"{request.label} was given other memory while it was written (resize_ or share_memory_); it stays in "
-                "memory"
-            )
-        if error is None and storage is not None and edges is not None:
-            checksums = [value for value in self._checksums if value is not None] if self._check else ()
-            parts = tuple(sorted(self.parts))
-            stored = StoredBytes(
-                self._tier, parts, request.nbytes, edges, tuple(checksums), request.label, self._missing_nbytes
-            )
-        else:
-            self.moved_nbytes, self.failed_nbytes = 0, request.nbytes
-            if not any(lost is storage for lost in self._tier.mover.lost):  # else a copy may still write there
-                self.give_back()
-        del storage
-        request.owner.write_ended(stored, error)
-
-    def give_back(self) -> None:
-        """Give the room back."""
-        parts, self.parts = self.parts, []
-        self._tier.free_parts(parts)
+    request: WriteRequest
+    parts: list[Part]
+    """The room that it has."""
+    whole: Part | None
+    """The room for all of it, if that is in one place."""
+    num_left: int
+    """Pieces that have not ended."""
+    storage: torch.UntypedStorage | None = None
+    """The memory, while it is written."""
+    address: int = 0
+    edges: Edges = NO_EDGES
+    body_nbytes: int = 0
+    """Bytes between the edges."""
+    cuts: Sequence[tuple[int, int]] = ()
+    checksums: list[int | None] | None = None
+    """One for each piece; ``None``: it has none."""
+    missing_nbytes: int = 0
+    """Bytes of the pieces that were no longer wanted."""
+    error: BaseException | None = None
+    is_begun: bool = False
+    is_over: bool = False
 
 
 class Write(Transfer):
-    """Storages on their way to a tier, in one job: what a worker does once for each takes as long as a small write."""
+    """Storages on their way to a tier, in one job: what a worker does once for each takes as long as a small write.
 
-    def __init__(self, tier: Tier) -> None:
-        super().__init__("write", 0)
+    So the storages of one chunk begin together, and their owners are told of the ends together.
+
+    Args:
+        tier: gets them.
+        requests: what to write.
+        parts: the room that each has already.
+    """
+
+    def __init__(self, tier: Tier, requests: Sequence[WriteRequest], parts: Sequence[list[Part]]) -> None:
+        super().__init__("write", sum([request.nbytes for request in requests]))
         self._tier = tier
-        self._requests: list[tuple[WriteRequest, list[Part]]] = []  # until it begins
+        self._requests, self._parts = requests, parts  # until it begins
         self._outgoing: list[_Outgoing] = []
-        # Guards the numbers of this and of what it moves. A leaf lock.
+        self._failure: BaseException | None = None  # of telling owners, which their contract forbids
+        # Order: before the accounting lock, which owners take. A storage begins once.
+        self._beginning = threading.Lock()
+        # Guards the numbers and the parts. A leaf lock.
         self._changing = threading.Lock()
 
-    def add(self, request: WriteRequest, parts: list[Part]) -> None:
-        """Add a storage, before the job is queued, with the room that it has already."""
-        self._requests.append((request, parts))
-        self.nbytes += request.nbytes
-
     def begin(self) -> Sequence[Chunk] | None:
-        self._outgoing = [_Outgoing(self._tier, *request, self._changing) for request in self._requests]
-        self._requests.clear()
+        tier, uncut, pieces, sizes = self._tier, self._tier.uncut_bytes, list[tuple[_Outgoing, int]](), list[int]()
+        for request, parts in zip(self._requests, self._parts, strict=True):
+            whole, number = parts[0] if parts else None, 1
+            if request.nbytes > uncut:
+                number = max(len(tier.cut(0, request.nbytes, None if whole is None else whole.extent)), 1)
+            outgoing = _Outgoing(request, parts, whole, number)
+            self._outgoing.append(outgoing)
+            pieces += zip((outgoing,) * number, range(number), strict=True)
+            sizes += (request.nbytes // number,) * number
+        self._requests = self._parts = ()
         self._wait_for_producers()
-        pieces, sizes = list[tuple[_Outgoing, int]](), list[int]()
-        for outgoing in self._outgoing:
-            number = outgoing.num_pieces
-            pieces += zip([outgoing] * number, range(number), strict=True)
-            sizes += [outgoing.request.nbytes // number] * number
-        return [partial(self._run, pieces[start:stop]) for start, stop in self._tier.join(sizes)]
+        return [partial(self._run, pieces[start:stop]) for start, stop in tier.join(sizes)]
 
     def _wait_for_producers(self) -> None:
         """Wait here, so that the rate is the tier's, and a take-back saves the write.
@@ -212,55 +120,195 @@ class Write(Transfer):
                     mark.synchronize()
 
     def _run(self, pieces: Sequence[tuple[_Outgoing, int]]) -> None:
-        for outgoing, index in pieces:
-            outgoing.run(index)
-            with self._changing:
-                outgoing.num_left -= 1
-                is_last = not outgoing.num_left
-            if is_last:
-                outgoing.end()
+        """Write pieces one after the other."""
+        with self._beginning:
+            new = list({id(one): one for one, _ in pieces if not one.is_begun}.values())
+            if new:
+                self._begin(new)
+        for one, index in pieces:
+            if one.error is None and index < len(one.cuts):
+                try:
+                    self._store(one, index)
+                except BaseException as error:
+                    forget_frames(error)
+                    one.error = error
+        ended = []
+        with self._changing:
+            for one, _ in pieces:
+                one.num_left -= 1
+                if not one.num_left:
+                    ended.append(one)
+        self._end(ended)
+
+    def _begin(self, group: Sequence[_Outgoing]) -> None:
+        """Ask the owners for the storages, and find room for them."""
+        tier, uncut, rooms = self._tier, self._tier.uncut_bytes, list[_Outgoing]()
+        for one in group:
+            one.is_begun = True
+        try:
+            owners = [one.request.owner for one in group]
+            storages = type(owners[0]).all_begin(owners)
+        except BaseException as error:
+            forget_frames(error)
+            for one in group:
+                one.error = error
+            return
+        for one, storage in zip(group, storages, strict=True):
+            one.storage, request = storage, one.request
+            if storage is None:
+                one.is_over = True
+                tier.free_parts(one.parts)
+                continue
+            try:
+                if storage.nbytes() != request.nbytes:
+                    raise StorageError(
+                        f"{request.label} has {storage.nbytes():,} bytes, and had {request.nbytes:,} when its write "
+                        "was queued; saved storages must not be resized"
+                    )
+                one.address = storage.data_ptr()
+                one.edges = edges = tier.mover.edges(storage)
+                one.body_nbytes = request.nbytes - len(edges.head) - len(edges.tail)
+            except BaseException as error:
+                forget_frames(error)
+                one.error = error
+                continue
+            if one.whole is None and not tier.is_striped:
+                rooms.append(one)
+        self._find_room(rooms)
+        for one in group:
+            if one.storage is not None and one.error is None:
+                head, body, whole = len(one.edges.head), one.body_nbytes, one.whole
+                if 0 < body <= uncut:
+                    one.cuts = ((head, body),)
+                else:
+                    one.cuts = tier.cut(head, body, None if whole is None else whole.extent)
+                one.checksums = [None] * len(one.cuts) if tier.checks and tier.wants_check() else None
+
+    def _find_room(self, group: Sequence[_Outgoing]) -> None:
+        """Take room for storages together; where there is none for all of them, for each by itself."""
+        try:
+            extents = self._tier.allocate_all([one.body_nbytes for one in group]) if group else []
+        except Exception:
+            for one in group:
+                try:
+                    one.whole = self._tier.allocate(len(one.edges.head), one.body_nbytes, {})
+                    one.parts.append(one.whole)
+                except BaseException as error:
+                    forget_frames(error)
+                    one.error = error
+            return
+        for one, extent in zip(group, extents, strict=True):
+            one.whole = new_tuple(Part, (len(one.edges.head), one.body_nbytes, 0, extent))
+            one.parts.append(one.whole)
+
+    def _store(self, one: _Outgoing, index: int) -> None:
+        storage, (start, nbytes), refused = one.storage, one.cuts[index], dict[int, OSError]()
+        if storage is None or not one.request.owner.is_wanted():
+            with self._changing:  # it was taken back, and would hold its memory as long as it is written
+                one.missing_nbytes += nbytes
+            return
+        while True:
+            part = one.whole
+            if part is None:
+                part = self._tier.allocate(start, nbytes, refused)
+                one.parts.append(part)
+            try:
+                piece = self._tier.piece(storage, part, start, nbytes, one.request.after)
+                checked = self._tier.mover.store(piece, check=one.checksums is not None)
+                if one.checksums is not None:
+                    one.checksums[index] = checked
+                return
+            except OSError as error:
+                if part is one.whole:
+                    raise
                 with self._changing:
-                    self.nbytes += outgoing.moved_nbytes - outgoing.request.nbytes
-                    self.failed_nbytes += outgoing.failed_nbytes
+                    one.parts.remove(part)
+                self._tier.free_parts([part])
+                self._tier.gives_up(part.lane, error)
+                refused[part.lane] = error
+
+    def _end(self, group: Sequence[_Outgoing], closed: BaseException | None = None) -> None:
+        """Tell owners how their writes have ended, once, and let go of the memory."""
+        ends, moved_nbytes, failed_nbytes = list[WriteEnd](), 0, 0
+        for one in group:
+            if one.is_over:  # it was no longer wanted when it would have begun
+                continue
+            one.is_over = True
+            error = one.error or closed
+            storage, one.storage, request, stored = one.storage, None, one.request, None
+            if error is None and storage is not None:
+                if (storage.data_ptr(), storage.nbytes()) != (one.address, request.nbytes):
+                    # ``untyped_storage().resize_()`` and ``share_memory_()`` give a storage other memory and free what
+                    # it had, with no sign in its version. What was written may be anything then; what it has now is
+                    # its owner's.
+                    error = StorageError(
+                        f"{request.label} was given other memory while it was written (resize_ or share_memory_); it "
+                        "stays in memory"
+                    )
+                else:
+                    checksums = () if one.checksums is None else tuple([v for v in one.checksums if v is not None])
+                    places = tuple(sorted(one.parts)) if len(one.parts) > 1 else tuple(one.parts)
+                    body, missing = one.body_nbytes - one.missing_nbytes, one.missing_nbytes
+                    moved_nbytes += body
+                    stored = StoredBytes(
+                        self._tier, places, request.nbytes, one.edges, checksums, request.label, body, missing
+                    )
+            if stored is None:
+                failed_nbytes += request.nbytes
+                parts, one.parts = one.parts, []
+                if not any(lost is storage for lost in self._tier.mover.lost):  # else a copy may still write there
+                    self._tier.free_parts(parts)
+            ends.append((request.owner, stored, error))
+            del storage
+        if ends:
+            try:
+                type(ends[0][0]).all_written(ends)
+            except BaseException as raised:
+                forget_frames(raised)
+                self._failure = self._failure or raised
+        with self._changing:
+            self.nbytes += moved_nbytes - sum([one.request.nbytes for one in group])
+            self.failed_nbytes += failed_nbytes
 
     def shares(self) -> Sequence[tuple[int | None, int]]:
         if not self.nbytes:
             return []
-        return self._tier.shares([part for outgoing in self._outgoing for part in outgoing.parts], self.nbytes)
+        return self._tier.shares([part for one in self._outgoing for part in one.parts], self.nbytes)
 
     def finish(self, error: BaseException | None) -> None:
-        for outgoing in self._outgoing:  # those that an unexpected error has left
-            outgoing.end(error)
-        fault = next((outgoing.fault for outgoing in self._outgoing if outgoing.fault is not None), None)
+        left = [one for one in self._outgoing if not one.is_over]  # those that an unexpected error has left
+        if left:
+            self._end(left, error)
         self._outgoing.clear()
-        if fault is not None:
-            raise fault
+        if self._failure is not None:
+            raise self._failure
 
     def discard(self) -> None:
-        for _, parts in self._requests:
+        for parts in self._parts:
             self._tier.free_parts(parts)
-        self._requests.clear()
+        self._requests = self._parts = ()
 
 
+@dataclass(eq=False, slots=True)
 class _Incoming:
-    """One storage on its way back from a tier.
+    """One storage on its way back from a tier."""
 
-    Args:
-        request: what is read, and who wants it.
-    """
-
-    def __init__(self, request: ReadRequest) -> None:
-        self.owner, self.stored, self.storage, self.after = request
-        self.mark: StreamEvent | None = None
-        """Mark of the copy that was queued last."""
-        self.error: BaseException | None = None
-        self.fault: BaseException | None = None
-        """Error of telling the owner of the end, which its contract forbids, or of a copy after that."""
-        self.num_left = self.num_to_queue = 0
-        """Pieces that have not ended, and copies that are not queued."""
-        self.is_over = False
-        self.told: Latch | None = None
-        """For who waits until it is over."""
+    owner: ReadOwner
+    stored: StoredBytes
+    storage: torch.UntypedStorage | None
+    after: StreamEvent | None
+    mark: StreamEvent | None = None
+    """Mark of the copy that was queued last."""
+    error: BaseException | None = None
+    fault: BaseException | None = None
+    """Error of telling the owner of the end, which its contract forbids, or of a copy after that."""
+    num_left: int = 0
+    """Pieces that have not ended."""
+    num_to_queue: int = 0
+    """Copies that are not queued."""
+    is_over: bool = False
+    told: Latch | None = None
+    """For who waits until it is over."""
 
 
 _Cut = tuple[_Incoming, Part, tuple[int, int], int | None]
@@ -268,7 +316,10 @@ _Cut = tuple[_Incoming, Part, tuple[int, int], int | None]
 
 
 class Read(Transfer):
-    """Storages on their way back from a tier, in one job. Each is handed over, and fails, by itself."""
+    """Storages on their way back from a tier, in one job. Each fails by itself.
+
+    Owners are told together: when a chunk ends, or sooner where a thread waits for one of them.
+    """
 
     def __init__(self, tier: Tier, requests: Sequence[ReadRequest], device: torch.device, *, urgent: bool) -> None:
         super().__init__("read", sum([request.stored.body_nbytes for request in requests]), urgent=urgent)
@@ -276,8 +327,9 @@ class Read(Transfer):
         self.label = requests[0].stored.label
         self._tier = tier
         self._device = device
-        self._incoming = [_Incoming(request) for request in requests]
+        self._incoming = [_Incoming(*request) for request in requests]
         self._num_untold = len(requests)
+        self._is_awaited = False
         # Guards marks, numbers, errors, and the order of the copies. A leaf lock: under it one copy is queued.
         self._order = threading.Lock()
 
@@ -288,6 +340,7 @@ class Read(Transfer):
             told = None
             if incoming is not None and not incoming.is_over:
                 told = incoming.told = incoming.told or Latch()
+                self._is_awaited = True
         if told is not None:
             with span("lightning_ssd::stall"):
                 told.wait()
@@ -295,7 +348,7 @@ class Read(Transfer):
             self.wait()
 
     def begin(self) -> Sequence[Chunk] | None:
-        by_lane: dict[int, list[_Cut]] = {}
+        by_lane, tier, uncut = dict[int, list[_Cut]](), self._tier, self._tier.uncut_bytes
         for incoming in self._incoming:
             stored = incoming.stored
             try:
@@ -303,16 +356,19 @@ class Read(Transfer):
             except BaseException as error:
                 self._fail(incoming, error)
                 continue
-            cuts = [
-                (part, cut) for part in stored.parts for cut in self._tier.cut(part.start, part.nbytes, part.extent)
-            ]
-            incoming.num_left = incoming.num_to_queue = len(cuts)
-            expected: Sequence[int | None] = stored.checksums or [None] * len(cuts)
-            for (part, cut), value in zip(cuts, expected, strict=True):
-                by_lane.setdefault(part.lane, []).append((incoming, part, cut, value))
+            expected = iter(stored.checksums)
+            for part in stored.parts:
+                cuts: Sequence[tuple[int, int]] = ((part.start, part.nbytes),)
+                if not 0 < part.nbytes <= uncut:
+                    cuts = tier.cut(part.start, part.nbytes, part.extent)
+                incoming.num_left += len(cuts)
+                pieces = by_lane.setdefault(part.lane, [])
+                for cut in cuts:
+                    pieces.append((incoming, part, cut, next(expected, None)))
+            incoming.num_to_queue = incoming.num_left
         chunks, lanes = list[Chunk](), list[int]()
         for lane, pieces in by_lane.items():
-            joined = self._tier.join([cut[1] for _, _, cut, _ in pieces])
+            joined = tier.join([cut[1] for _, _, cut, _ in pieces])
             chunks += [partial(self._run, pieces[first:last]) for first, last in joined]
             lanes += [lane] * len(joined)
         self.lanes = lanes
@@ -327,7 +383,8 @@ class Read(Transfer):
                 if is_out_of_memory(error):
                     raise NoMemoryToReadError(str(error)) from None
                 raise
-        stored.edges.put_into(incoming.storage)
+        if stored.edges is not NO_EDGES:
+            stored.edges.put_into(incoming.storage)
 
     def shares(self) -> Sequence[tuple[int | None, int]]:
         if not self.nbytes:
@@ -337,6 +394,7 @@ class Read(Transfer):
     def _run(self, pieces: Sequence[_Cut]) -> Settle | None:
         """Read pieces one after the other, and queue their copies; return what waits for the last one."""
         settle: Settle | None = None
+        ended = list[_Incoming]()
         for incoming, part, cut, expected in pieces:
             if settle is not None:  # a worker holds one staging buffer at a time
                 settle()
@@ -346,14 +404,25 @@ class Read(Transfer):
                     settle = self._bring(incoming, part, cut, expected)
                 except BaseException as error:
                     self._fail(incoming, error)
-            with self._order:
-                incoming.num_left -= 1
-                is_whole = not incoming.num_left
-                self._num_untold -= is_whole
-                is_last = not self._num_untold
-            if is_whole and not is_last:
-                self._tell(incoming)
+            ended.append(incoming)
+            if self._is_awaited:
+                self._count(ended)
+        self._count(ended)
         return settle
+
+    def _count(self, ended: list[_Incoming]) -> None:
+        """Count pieces that have ended, and tell the owners of storages that are there. The last ones learn it from
+        :meth:`finish`, when the job has been counted.
+        """
+        with self._order:
+            for incoming in ended:
+                incoming.num_left -= 1
+            whole = [incoming for incoming in ended if not incoming.num_left]
+            self._num_untold -= len(whole)
+            is_last = not self._num_untold
+        ended.clear()
+        if whole and not is_last:
+            self._tell(whole)
 
     def _bring(self, incoming: _Incoming, part: Part, cut: tuple[int, int], expected: int | None) -> Settle | None:
         """Read one piece and queue its copy; return what waits for the copy."""
@@ -373,7 +442,8 @@ class Read(Transfer):
             incoming.mark = mark
             incoming.num_to_queue -= 1
             is_last = not incoming.num_to_queue
-        incoming.stored.readers.add(loaded)  # the read itself is one until it ends: it is not freed in between
+        # The read itself holds the place until it ends, so that it is not freed in between.
+        self._tier.hold([incoming.stored], loaded, within=self)
         settle = partial(self._settle, incoming, piece, loaded, mark)
         if is_last or not self.outlasts:
             return settle
@@ -393,7 +463,7 @@ class Read(Transfer):
             self._fail(incoming, error)
             return error
         loaded.release()
-        self._tier.let_go(incoming.stored, loaded)
+        self._tier.let_go([incoming.stored], loaded)
         return None
 
     def _load(self, stored: StoredBytes, piece: Piece, expected: int | None) -> Loaded:
@@ -435,27 +505,35 @@ class Read(Transfer):
                 self.nbytes -= incoming.stored.body_nbytes
                 self.failed_nbytes += incoming.stored.body_nbytes
 
-    def _tell(self, incoming: _Incoming, closed: BaseException | None = None) -> None:
-        """Tell the owner, once, and let go of the memory."""
-        storage, error = incoming.storage, incoming.error or closed
-        incoming.storage = None
-        self._tier.let_go(incoming.stored, self)  # copies under way hold the place yet
-        try:
+    def _tell(self, group: Sequence[_Incoming], closed: BaseException | None = None) -> None:
+        """Tell owners, once, and let go of the memory."""
+        self._tier.let_go([incoming.stored for incoming in group], self)  # copies under way hold the place yet
+        ends = list[ReadEnd]()
+        for incoming in group:
+            error, storage, incoming.storage = incoming.error or closed, incoming.storage, None
             # All copies of ours run on one stream, so that the one that was queued last stands for all; the user of
             # the bytes waits for it.
-            incoming.owner.read_ended(None if error else storage, None if error else incoming.mark, error)
+            told = (None, None, error) if error else (storage, incoming.mark, None)
+            ends.append((incoming.owner, *told))
+            del storage, told
+        fault: BaseException | None = None
+        try:
+            type(group[0].owner).all_read(ends)
         except BaseException as raised:
             forget_frames(raised)
-            incoming.fault = raised
+            fault = raised
+        ends.clear()
         with self._order:
-            incoming.is_over = True
-        if incoming.told is not None:
-            incoming.told.open()
+            for incoming in group:
+                incoming.is_over, incoming.fault = True, fault
+        for incoming in group:
+            if incoming.told is not None:
+                incoming.told.open()
 
     def finish(self, error: BaseException | None) -> None:
-        for incoming in self._incoming:
-            if not incoming.is_over:
-                self._tell(incoming, error)
+        left = [incoming for incoming in self._incoming if not incoming.is_over]
+        if left:
+            self._tell(left, error)
         fault = next((incoming.fault for incoming in self._incoming if incoming.fault is not None), None)
         if fault is not None:
             raise fault

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from lightning_ssd.common.tensors import new_tuple
 from lightning_ssd.storage.extents import Extent
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.base import Part, Progress, ReadOwner, ReadRequest, StoredBytes, WriteOwner, WriteRequest
@@ -21,6 +22,9 @@ from lightning_ssd.tiers.streams import StreamEvent
 from lightning_ssd.tiers.transfer_queue import TransferQueue
 
 __all__ = ["Tier"]
+
+_MIN_JOINED = 16
+"""One part in so many of a chunk, below which pieces are not shared out."""
 
 
 class Tier:
@@ -59,6 +63,8 @@ class Tier:
     ) -> None:
         self.mover = mover
         self._arenas = arenas
+        self.checks = sampler.mode != "off"
+        """Whether any storage gets checksums."""
         self.wants_check = sampler.wants
         """Says whether the next storage gets checksums."""
         self._chunk_bytes = chunk_bytes
@@ -95,23 +101,18 @@ class Tier:
         Raises:
             OffloaderClosedError: after close.
         """
-        job, have_room = Write(self), []
+        claimed = self.claim_all([request.nbytes for request in requests])
+        have_room = [parts is not None for parts in claimed]
+        if not any(have_room):
+            return have_room
+        going = requests if all(have_room) else [one for one, room in zip(requests, have_room, strict=True) if room]
+        job = Write(self, going, [parts for parts in claimed if parts is not None])
         try:
-            for request in requests:
-                parts = self.claim(request.nbytes)
-                have_room.append(parts is not None)
-                if parts is not None:
-                    job.add(request, parts)
+            self._writes.submit(job)
         except BaseException:
-            job.discard()
+            if not job.is_queued:  # else it may be in the queue: what it has claimed stays with it
+                job.discard()
             raise
-        if any(have_room):
-            try:
-                self._writes.submit(job)
-            except BaseException:
-                if not job.is_queued:  # else it may be in the queue: what it has claimed stays with it
-                    job.discard()
-                raise
         return have_room
 
     def read(
@@ -141,31 +142,29 @@ class Tier:
                 none, the owner is told.
             ValueError: memory that was brought has another size, or the bytes are not all there, or freed.
         """
-        job = Read(self, [self._with_memory(request, device, urgent) for request in requests], device, urgent=urgent)
+        # Mapping memory waits for page faults of other threads: a speculative read has time, so a worker does.
+        allocates, going = urgent or not self.mover.allocates_anywhere, list[ReadRequest]()
+        for request in requests:
+            owner, stored, into, _ = request
+            if stored.tier is not self:
+                self._check_mine(stored)
+            if stored.missing_nbytes:
+                raise ValueError(f"{stored.label} was not written to its end; it must not be read")
+            if into is None and allocates:
+                request = ReadRequest(owner, stored, *self.mover.allocate(stored.nbytes, stored.edges, device))
+            elif into is not None and into.nbytes() != stored.nbytes:
+                raise ValueError(
+                    f"{stored.label} has {stored.nbytes:,} bytes, and was to be read into {into.nbytes():,}"
+                )
+            going.append(request)
+        job, places = Read(self, going, device, urgent=urgent), [request.stored for request in going]
         try:
-            with self._lock:
-                for _, stored, _, _ in requests:
-                    if stored.is_freed:
-                        raise ValueError(f"{stored.label} was freed; its bytes may be gone")
-                    stored.readers.add(job)
+            self.hold(places, job)
             self._reads.submit(job)
         except BaseException:
-            for _, stored, _, _ in requests:
-                self.let_go(stored, job)
+            self.let_go(places, job)
             raise
         return job
-
-    def _with_memory(self, request: ReadRequest, device: torch.device, urgent: bool) -> ReadRequest:
-        owner, stored, into, _ = request
-        self._check_mine(stored)
-        if not stored.is_complete:
-            raise ValueError(f"{stored.label} was not written to its end; it must not be read")
-        # Mapping memory waits for page faults of other threads: a speculative read has time, so a worker does.
-        if into is None and (urgent or not self.mover.allocates_anywhere):
-            return ReadRequest(owner, stored, *self.mover.allocate(stored.nbytes, stored.edges, device))
-        if into is not None and into.nbytes() != stored.nbytes:
-            raise ValueError(f"{stored.label} has {stored.nbytes:,} bytes, and was to be read into {into.nbytes():,}")
-        return request
 
     def promote(self, read: Read) -> None:
         """Serve this read before the speculative ones: the training thread waits for it."""
@@ -177,15 +176,23 @@ class Tier:
         Raises:
             ValueError: it was freed before.
         """
-        self._check_mine(stored)
+        if stored.is_freed:
+            raise ValueError(f"{stored.label} was freed twice")
+        self.free_all([stored])
+
+    def free_all(self, places: Iterable[StoredBytes]) -> None:
+        """Give places back, but for those that were freed before: see :meth:`free`."""
         if os.getpid() != self._pid:
             return  # another thread may have held the lock at the fork
         with self._lock:
-            if stored.is_freed:
-                raise ValueError(f"{stored.label} was freed twice")
-            stored.is_freed = True  # first: an interrupt costs the place then, and no second try fails for ever
-            if not stored.readers:
-                self.free_parts(stored.parts)
+            for stored in places:
+                if stored.tier is not self:
+                    self._check_mine(stored)
+                if stored.is_freed:
+                    continue
+                stored.is_freed = True  # first: an interrupt costs the place then, and no second try fails for ever
+                if not stored.readers:
+                    self.free_parts(stored.parts)
 
     def progress(self) -> Progress:
         """Bytes and busy seconds of both directions."""
@@ -218,9 +225,14 @@ class Tier:
 
     # -- used by the jobs ------------------------------------------------------------------------------------------
 
-    def claim(self, nbytes: int) -> list[Part] | None:
-        """Take room for a storage when its write is queued. ``None``: there is none; empty: its worker takes it."""
-        return []
+    def claim_all(self, sizes: Sequence[int]) -> list[list[Part] | None]:
+        """Take room for storages when their write is queued. ``None``: there is none; empty: its worker takes it."""
+        return [[] for _ in sizes]
+
+    def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
+        """Return room in the only arena, or raise where there is none for all of them."""
+        extents: list[Extent] = self._arenas[0].allocate_all(sizes)
+        return extents
 
     def allocate(self, start: int, nbytes: int, refused: Mapping[int, OSError]) -> Part:
         """Return room for part of a storage, for which none was claimed.
@@ -244,13 +256,32 @@ class Tier:
             if part.extent.nbytes:
                 self._arenas[part.lane].free(part.extent)
 
-    def let_go(self, stored: StoredBytes, reader: object) -> None:
-        """Note that ``reader`` reads no more. Once more: does nothing."""
+    def hold(self, places: Iterable[StoredBytes], reader: object, *, within: object = None) -> None:
+        """Note that ``reader`` reads there.
+
+        Args:
+            places: that are not lent again meanwhile.
+            reader: lets go of them when it has ended.
+            within: a reader that holds them already.
+
+        Raises:
+            ValueError: one was freed.
+        """
         with self._lock:
-            if reader in stored.readers:
-                if stored.is_freed and len(stored.readers) == 1:
-                    self.free_parts(stored.parts)
-                stored.readers.discard(reader)
+            for stored in places:
+                if stored.is_freed and within not in stored.readers:
+                    raise ValueError(f"{stored.label} was freed; its bytes may be gone")
+                stored.readers = (*stored.readers, reader)
+
+    def let_go(self, places: Iterable[StoredBytes], reader: object) -> None:
+        """Note that ``reader`` reads there no more. Once more: does nothing."""
+        with self._lock:
+            for stored in places:
+                if reader in stored.readers:
+                    is_last = len(stored.readers) == 1
+                    if stored.is_freed and is_last:
+                        self.free_parts(stored.parts)
+                    stored.readers = () if is_last else tuple([one for one in stored.readers if one is not reader])
 
     def shares(self, parts: Sequence[Part], nbytes: int) -> list[tuple[int | None, int]]:
         """Return the numbers of the drives that hold these parts, with their bytes; ``None``: there is but one.
@@ -266,6 +297,11 @@ class Tier:
             by_lane[part.lane] = by_lane.get(part.lane, 0) + part.nbytes
         return list(by_lane.items())
 
+    @property
+    def uncut_bytes(self) -> int:
+        """Bytes up to which a storage is one piece, wherever it lies; 0: that depends on where."""
+        return self._chunk_bytes
+
     def cut(self, start: int, nbytes: int, extent: Extent | None = None) -> list[tuple[int, int]]:
         """Cut bytes from ``start`` of a storage on into chunks: where each begins, and its bytes.
 
@@ -280,12 +316,13 @@ class Tier:
         return [(start + done, min(step, nbytes - done)) for done in range(0, nbytes, step)]
 
     def join(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Return which pieces make a chunk: small ones become one, as long as each worker has something to do.
+        """Return which pieces make a chunk: small ones become one, as long as each worker has enough to do.
 
         Args:
             sizes: of the pieces.
         """
-        most_bytes = min(self._chunk_bytes, -(-sum(sizes) // self._num_workers))
+        # What is little takes one worker less time than to wake another one.
+        most_bytes = min(self._chunk_bytes, max(-(-sum(sizes) // self._num_workers), self._chunk_bytes // _MIN_JOINED))
         chunks, start, left_bytes = [], 0, most_bytes
         for index, nbytes in enumerate(sizes):
             if nbytes > left_bytes and index > start:
@@ -298,4 +335,6 @@ class Tier:
         self, storage: torch.UntypedStorage, part: Part, start: int, nbytes: int, after: StreamEvent | None
     ) -> Piece:
         """Return a chunk of a part, with where it lies."""
-        return Piece(storage, start, nbytes, self._arenas[part.lane], part.extent.offset + start - part.start, after)
+        offset = part.extent.offset + start - part.start
+        piece: Piece = new_tuple(Piece, (storage, start, nbytes, self._arenas[part.lane], offset, after))
+        return piece

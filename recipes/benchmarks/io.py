@@ -38,7 +38,7 @@ from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, 
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.filesystem import inspect_directory
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.base import StoredBytes
+from lightning_ssd.tiers.base import OneByOne, StoredBytes
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover
 from lightning_ssd.tiers.ssd import SsdTier
@@ -73,7 +73,7 @@ class Contender(Protocol):
         """Remove what lies on the drive."""
 
 
-class Owner:
+class Owner(OneByOne):
     """One tensor on its way down and up again: both owners of ``SsdTier``."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -348,7 +348,7 @@ def test_another_pass_finds_what_a_replayed_one_keeps(tmp_path: Path) -> None:
         with offloader.saved_tensors():
             second = shared.cos().sum()
         assert offloader.stats.num_saved == 1
-        records = [r for r in offloader._cache.by_storage.values() if isinstance(r, KeptStorage)]
+        records = [r for r in offloader._cache.accounting.by_storage.values() if isinstance(r, KeptStorage)]
         assert len(records) == 1
         assert isinstance(records[0].lease(), Share)
         (first + second).backward()

@@ -50,10 +50,10 @@ def test_parts_of_one_result_are_written_once(tmp_path):
 
 
 def test_a_part_leaves_when_nobody_else_holds_it(tmp_path):
-    x = torch.rand(64, 128, requires_grad=True)
+    x = torch.rand(512, 1024, requires_grad=True)
     with open_offloader(tmp_path, Setup(min_tensor_bytes=0)) as offloader, offloader.saved_tensors():
         whole = x * 1
-        loss = whole[:, :64].sin().sum()
+        loss = whole[:, :512].sin().sum()
         cache = offloader._opened()
         assert not cache.accounting.writes, "who holds it may still fill and save the rest"
         del whole

@@ -35,7 +35,7 @@ from tests.support.threads import at_once
 
 class _Stored:
     body_nbytes = 64
-    is_complete = True
+    missing_nbytes = 0
     is_freed = False
 
     def __init__(self, tier: object) -> None:
@@ -65,6 +65,18 @@ def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> S
     return record
 
 
+def begun(record: SavedStorage) -> torch.UntypedStorage | None:
+    return SavedStorage.all_begin([record])[0]
+
+
+def written(record: SavedStorage, stored: Any, error: BaseException | None) -> None:
+    SavedStorage.all_written([(record, stored, error)])
+
+
+def came(record: SavedStorage, storage: torch.UntypedStorage | None, error: BaseException | None) -> None:
+    SavedStorage.all_read([(record, storage, None, error)])
+
+
 LEASES: list[Lease] = []
 """What a graph would hold."""
 
@@ -81,14 +93,14 @@ def test_a_write_is_wanted_until_it_is_taken_back_or_nobody_can_ask_again() -> N
         record = record_of(tensor)
         with record.accounting.lock:
             SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
-        assert record.write_begins() is not None
+        assert begun(record) is not None
         assert record.is_wanted()
         if is_freed:
             LEASES.clear()
         with record.accounting.lock:
             record.accounting.settle() if is_freed else record.forward()
         assert not record.is_wanted()
-        record.write_ended(_Stored(tier), None)
+        written(record, _Stored(tier), None)
         assert (tier.freed, len(record.accounting.writes)) == (1, 0)
 
 
@@ -132,8 +144,8 @@ class _Roomy:
     def read_all(self, *args: object, **kwargs: object) -> object:
         return object()
 
-    def free(self, stored: object) -> None:
-        self.freed += 1
+    def free_all(self, places: Sequence[object]) -> None:
+        self.freed += len(places)
 
 
 def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
@@ -144,14 +156,14 @@ def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
         SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
     taken: list[bool] = []
     record.meanwhile = lambda: taken.append(record.forward())  # type: ignore[attr-defined]
-    storage = record.write_begins()
+    storage = begun(record)
     record.meanwhile = None  # type: ignore[attr-defined]
     assert storage is not None
     assert record.state is State.WRITING
     if not taken:  # it had to wait for the lock, and comes now
         with record.accounting.lock:
             taken.append(record.forward())
-    record.write_ended(_Stored(tier), None)
+    written(record, _Stored(tier), None)
     assert taken == [True]
     assert record.state is State.TAKEN_BACK
     assert record.storage is not None, "what was handed out has gone"
@@ -164,14 +176,14 @@ def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error: OSError |
     record, tier = record_of(torch.arange(16.0)), _Roomy()
     with record.accounting.lock:
         SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
-    storage = record.write_begins()
-    record.write_ended(_Stored(tier), None)
+    storage = begun(record)
+    written(record, _Stored(tier), None)
     assert record.state in AWAY
     with record.accounting.lock:
         record.start_read(torch.device("cpu"), urgent=True)
         record.free()
     assert tier.freed == 0
-    record.read_ended(None if error else storage, None, error)
+    came(record, None if error else storage, error)
     assert tier.freed == 1
     assert record.state is State.FREED
 
@@ -189,8 +201,8 @@ def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier() -> N
         with pytest.raises(KeyboardInterrupt):
             SavedStorage.queue_writes([record], Interrupted())  # type: ignore[arg-type]
         assert not record.can_be_evicted
-    assert record.write_begins() is None
-    record.write_ended(None, None)
+    assert begun(record) is None
+    written(record, None, None)
     assert record.state is State.TAKEN_BACK
     assert record.storage is not None
     assert len(record.accounting.writes) == 0
@@ -213,13 +225,13 @@ def check_random_events(seed: int) -> None:
     for _ in range(40):
         event = dice.choice(["send", "begin", "end", "forward", "read", "came", "drop", "sweep", "let go"])
         if event == "begin":
-            is_written = record.write_begins() is not None or is_written
+            is_written = begun(record) is not None or is_written
         elif event == "end" and is_written:
             is_written, error = False, OSError("gone") if dice.random() < 0.2 else None
-            record.write_ended(None if error else _Stored(tier), error)
+            written(record, None if error else _Stored(tier), error)
         elif event == "came" and record.state is State.READING:
             error = OSError("gone") if dice.random() < 0.2 else None
-            record.read_ended(None if error else torch.arange(16.0).untyped_storage(), None, error)
+            came(record, None if error else torch.arange(16.0).untyped_storage(), error)
             assert (record.take_error() is None) is (error is None)
         elif event == "let go":
             held.clear()
@@ -236,7 +248,7 @@ def check_random_events(seed: int) -> None:
                 elif event == "sweep":
                     accounting.sweep_all()
         with_copy = (*AWAY, State.READING, State.RELOADED)
-        assert (record.copy is not None) is (record.state in with_copy)
+        assert (record.stored is not None) is (record.state in with_copy)
         assert (record.read is not None) is (record.state is State.READING)
         assert (record.storage is not None) is (record.state not in (*AWAY, State.READING))
         assert accounting.counters.resident_bytes == (record.nbytes if record.is_resident else 0)
@@ -256,8 +268,8 @@ def test_a_death_runs_no_python_and_is_noted_all_the_same() -> None:
     record = record_of(torch.arange(16.0))
     with record.accounting.lock:
         SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
-    assert record.write_begins() is not None
-    record.write_ended(_Stored(tier), None)
+    assert begun(record) is not None
+    written(record, _Stored(tier), None)
     assert record.state in AWAY
     calls: list[object] = []
     before = sys.getprofile()

@@ -131,6 +131,7 @@ def test_writes_that_have_not_begun_are_cancelled(tmp_path):
     with open_offloader(
         tmp_path, EAGER, _wrap_backend=lambda backend: FaultyBackend(backend, delay_s=0.25)
     ) as offloader:
+        offloader._cache._tiers.ssd._chunk_bytes = NBYTES  # what begins together
         loss = chain(offloader, leaf())
         loss.backward()
         stats = offloader.stats

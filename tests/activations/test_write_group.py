@@ -47,7 +47,7 @@ class Record:
 
 @pytest.mark.parametrize(
     ("nbytes", "most_saved_bytes", "number"),
-    [(MIB, 1 << 40, 16), (40 * MIB, 1 << 40, 2), (MIB, 200 * MIB, 4), (1, 0, 1)],
+    [(MIB, 1 << 40, 16), (40 * MIB, 1 << 40, 2), (MIB, 200 * MIB, 4), (MIB // 4, 0, 4)],
     ids=["16 storages", "64 MiB", "a sixty-fourth of what is saved", "nothing known"],
 )
 def test_a_job_is_large_enough_and_no_larger(nbytes: int, most_saved_bytes: int, number: int) -> None:
@@ -181,13 +181,14 @@ def test_a_failed_step_takes_back_what_has_not_begun(tmp_path: Path) -> None:
     hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
     with Offloader(policy=policy, hardware=hardware, _wrap_backend=wrap) as offloader:
         offloader._cache.accounting.most_saved_bytes = 1 << 40
+        offloader._cache._tiers.ssd._chunk_bytes = NBYTES  # what begins together
         x = torch.rand(SIDE, SIDE).requires_grad_()
         try:
             with offloader.saved_tensors():
                 y = x * 1
                 for _ in range(16):
                     y = y.sin()
-            records = list(offloader._cache.by_storage.values())
+            records = list(offloader._cache.accounting.by_storage.values())
             deadline_s = time.monotonic() + PATIENCE_S
             while not any(record.state is State.WRITING for record in records):
                 assert time.monotonic() < deadline_s

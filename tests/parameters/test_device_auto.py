@@ -1,5 +1,6 @@
 """What only a device has where weights leave it between steps: graphs that know addresses, streams, and its gauge."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from tests.support.residency import (
     blocks_of,
     policy,
     register,
+    small_bytes,
 )
 from tests.support.weight_loops import NUM_BLOCKS, WIDTH, Loop, batches, built, same, train
 

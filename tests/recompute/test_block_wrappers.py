@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.errors import ConfigError
@@ -169,6 +170,16 @@ def test_one_call_of_each_class_is_run_again_and_a_difference_keeps_the_class(
             model(torch.ones(2, 6)).sum().backward()
 
 
+def test_a_trial_is_made_where_backward_comes() -> None:
+    model = torch.nn.Sequential(Scales(), Scales())
+    with Blocks({"0": model[0], "1": model[1]}) as blocks:
+        with blocks.observe(Watch(wants_inputs=True)):
+            model(torch.ones(2, 6))
+        model[0].requires_grad_(False)  # so that it saves nothing
+        assert measured_pass(blocks, model)[0] == [1, 2]
+
+
+SHOWN: set[tuple[int, int]] = set()
 """Address and size of the memory of inputs, when a block runs again."""
 
 

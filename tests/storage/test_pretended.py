@@ -221,7 +221,7 @@ def dropped_and_found(directory, device):
             loss.backward()
             return [x.grad]
         cache = offloader._opened()
-        (record,) = (r for r in cache.by_storage.values() if r.state in AWAY)
+        (record,) = (r for r in cache.accounting.by_storage.values() if r.state in AWAY)
         with held_copies():
             with cache.accounting.lock:
                 record.start_read(CPU, urgent=False)
@@ -392,13 +392,13 @@ def unordered(patch, device):
 
 
 def without_mark_of_second_read(patch, device):
-    ended = SavedStorage.read_ended
+    ended = SavedStorage.all_read
 
-    def stale(record, storage, mark, error):
-        first = None if record.copy is None else record.copy.mark
-        ended(record, storage, mark if first is None else first, error)
+    def stale(ends):
+        first = [record.mark for record, *_ in ends]
+        ended([(record, got, old or new, error) for (record, got, new, error), old in zip(ends, first, strict=True)])
 
-    patch.setattr(SavedStorage, "read_ended", stale)
+    patch.setattr(SavedStorage, "all_read", stale)
 
 
 def without_mark_of_dropped(patch, device):
@@ -406,8 +406,7 @@ def without_mark_of_dropped(patch, device):
 
     def and_forget(record):
         drop(record)
-        if record.copy is not None:
-            record.copy.mark = None
+        record.mark = None
 
     patch.setattr(SavedStorage, "drop_copy", and_forget)
 
@@ -425,13 +424,14 @@ def without_mark_of_slots(patch, device):
 
 
 def without_hold_of_extents(patch, device):
-    def free(tier, stored):
-        if not stored.is_freed:
-            stored.is_freed = True
-            stored.readers.add(tier)
-            tier.free_parts(stored.parts)
+    def free_all(tier, places):
+        for stored in places:
+            if not stored.is_freed:
+                stored.is_freed = True
+                stored.readers = (tier,)
+                tier.free_parts(stored.parts)
 
-    patch.setattr(HostTier, "free", free)
+    patch.setattr(HostTier, "free_all", free_all)
 
 
 def without_wait_of_direct_reads(patch, device):

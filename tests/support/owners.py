@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from lightning_ssd.tiers.base import StoredBytes
+from lightning_ssd.tiers.base import OneByOne, StoredBytes
 from lightning_ssd.tiers.streams import StreamEvent
 from tests.support.patience import PATIENCE_S
 
@@ -20,7 +20,7 @@ def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-class Owner:
+class Owner(OneByOne):
     """One storage on its way down and up; remembers what it was told."""
 
     def __init__(self, storage: torch.UntypedStorage | None) -> None:

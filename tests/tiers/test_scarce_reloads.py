@@ -6,7 +6,7 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import fetcher, tensor_cache
 from lightning_ssd.activations.prefetcher import Prefetcher
-from lightning_ssd.activations.saved_storage import SavedStorage, TierCopy
+from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
 from tests.activations.test_saved_storage import LEASES, record_of
@@ -93,10 +93,9 @@ def test_what_is_given_up_has_gone_before_memory_is_asked_for_again():
     record = record_of(torch.arange(16.0))
     LEASES.clear()  # as if it had been written
     reloaded = [torch.arange(16.0).untyped_storage()]
-    copy = record.copy = TierCopy(object())
     record.storage, record.state = reloaded[0], State.RELOADED
     record.key = type(record.key)(reloaded[0])
-    copy.mark = LateMark(reloaded)
+    record.mark = LateMark(reloaded)
     record.hold_ahead()
     passes = [OnePass(record)]
     has_dropped, reads = Prefetcher(record.accounting, passes, PrefetchBudget(), torch.device("cpu")).give_up()

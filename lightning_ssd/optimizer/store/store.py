@@ -30,7 +30,7 @@ from lightning_ssd.optimizer.store.entry import (
     SubgroupEntry,
     copied,
 )
-from lightning_ssd.tiers.base import StoredBytes
+from lightning_ssd.tiers.base import OneByOne, StoredBytes
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
@@ -38,7 +38,7 @@ from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
 __all__ = ["StateStore"]
 
 
-class _Move:
+class _Move(OneByOne):
     """One write or read of a subgroup; the owner that its tier calls."""
 
     __slots__ = ("_store", "index", "storage", "tier")
