@@ -343,6 +343,7 @@ def open_wear_meter(policy: OffloadPolicy, environment: Environment) -> WearMete
         hardware.drive_endurance_nbytes,
         num_processes=environment.num_local_processes,
         wear_budget=policy.wear_bytes_per_day,
+        agree=environment.agree,
     )
 
 

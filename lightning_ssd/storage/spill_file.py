@@ -197,6 +197,20 @@ class Arena:
             if missing > 0:
                 self._extents.grow(missing)
 
+    def reserve_more(self, nbytes: int) -> None:
+        """Let the file have up to ``nbytes`` bytes more, as many as there are left. Raises as :meth:`reserve`."""
+        self._check_usable()
+        with self._lock:
+            self._check_usable()
+            facts = os.fstatvfs(self._fd)
+            left = self._extents.round_up(nbytes) if nbytes > 0 else 0
+            step = min(left, facts.f_bavail * facts.f_frsize // self.block_bytes * self.block_bytes)
+            while step:  # what is free cannot all be had: some of it is for the list of blocks, or beyond a quota
+                if self._preallocate(step):
+                    self._extents.grow(step)
+                    left -= step
+                step = min(left, step // 2 // self.block_bytes * self.block_bytes)
+
     def free(self, extent: Extent) -> None:
         """Take an extent back. Never waits; harmless after close and in a forked child.
 

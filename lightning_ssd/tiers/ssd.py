@@ -100,7 +100,7 @@ class SsdTier(Tier):
     def reserve(self, nbytes: int, what: str) -> None:
         """Let the spill files have at least ``nbytes`` bytes together, in equal parts where each has room.
 
-        What a directory has no room for is reserved in another one, which gets the writes that the former refuses.
+        What a directory has no room for is reserved in the others, which get the writes that the former refuses.
 
         Args:
             nbytes: in all files.
@@ -109,12 +109,14 @@ class SsdTier(Tier):
         Raises:
             OutOfSpaceError: all directories together have no room. What was reserved stays.
         """
-        share, num, refusal = -(-nbytes // len(self._arenas)), len(self._arenas), None
-        for turn, arena in enumerate(self._arenas * 2):  # the second time what others have refused
+        refusal: OutOfSpaceError | None = None
+        for arena in self._arenas:
             try:
-                arena.reserve(share if turn < num else arena.size_bytes + max(nbytes - self.disk_bytes, 0))
+                arena.reserve(-(-nbytes // len(self._arenas)))
             except OutOfSpaceError as error:
                 refusal = refusal or error
+        for arena in self._arenas if refusal is not None else ():
+            arena.reserve_more(nbytes - self.disk_bytes)
         if refusal is not None and (missing := nbytes - self.disk_bytes) > 0:
             raise OutOfSpaceError(
                 refusal.errno, f"{what} need {nbytes:,} bytes; {missing:,} of them have no place: {refusal}"

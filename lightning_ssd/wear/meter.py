@@ -6,10 +6,12 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_ssd.common.collectives import AllReduceMin
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.errors import BudgetError
 from lightning_ssd.wear.endurance import DAY_S, Drive, life_days, used_bytes, wear_warning
@@ -24,6 +26,8 @@ ACTIVATIONS = "activations"
 _MIN_BORDERS = 8
 _MIN_SECONDS = 60.0
 """Time and number of backwards before rates count, because a run's start may write at another rate."""
+_MAX_WINDOW = 1024
+"""Backwards of the longest window over which a rate is measured."""
 
 Written = Callable[[], Sequence[int]]
 """Returns the bytes that were written so far in each directory."""
@@ -37,6 +41,7 @@ class WearMeter:
         rating_bytes: rating of each drive; ``None``: unknown, the used life of the drives is then not read.
         num_processes: processes that write to these drives, each about as much as this one.
         wear_budget: returns the bytes per day that all processes may write, given the capacity of all drives.
+        agree: has all processes of the run refuse the budget together; ``None``: there is one process.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class WearMeter:
         *,
         num_processes: int = 1,
         wear_budget: Callable[[int], int | None] = lambda capacity: None,
+        agree: AllReduceMin | None = None,
     ) -> None:
         devices = {os.stat(directory).st_dev: directory for directory in directories}
         capacity = sum(capacity_bytes(directory) for directory in devices.values())
@@ -60,7 +66,11 @@ class WearMeter:
         self._begin: Mapping[str, Sequence[int]] = {}
         self._num_borders = 0
         self._warned = rating_bytes is None
-        self._doubt: tuple[float, float] | None = None  # seconds and bytes of others when they had exceeded the budget
+        self._agree = agree
+        # Bytes per second of writers besides activations in the last two windows. What is written once is in one alone.
+        self._windows: deque[float] = deque(maxlen=2)
+        self._window_begin = 0.0, 0.0  # seconds, and bytes of these writers
+        self._others_per_s = 0.0
 
     def watch(self, who: str, written: Written) -> None:
         """Count what a writer writes. Several may have one name."""
@@ -86,16 +96,15 @@ class WearMeter:
         """Count the end of a backward. Return the warning that a drive will not last, once, else ``None``.
 
         Raises:
-            BudgetError: other writers than activations, which plans do not limit, write more than ``wear_budget``, and
-                go on doing so: weights that leave memory in mid-run may be written but once.
+            BudgetError: other writers than activations, which plans do not limit, write more than ``wear_budget`` in
+                two windows: weights that leave memory in mid-run are written but once. All processes raise it together.
         """
         if self._begin_s is None:
             self._begin_s, self._begin = time.perf_counter(), self._written()
         self._num_borders += 1
-        if (self._warned and self.bytes_per_day is None) or not self._is_known():
-            return None
-        self._hold_to_budget()
-        if self._warned:
+        if self.bytes_per_day is not None and self._ends_window():
+            self._hold_to_budget(self.bytes_per_day)
+        if self._warned or not self._is_known():
             return None
         elapsed_s, written = self._since_begin()
         warning = wear_warning(self._shared_out(written), _total(written), elapsed_s)
@@ -103,31 +112,34 @@ class WearMeter:
         return None if warning is None else f"{warning}. Written by: {_parts_of(written)}"
 
     def other_bytes_per_day(self) -> float:
-        """Return what this process writes per day besides activations; 0 before that is known."""
-        if not self._is_known():
-            return 0.0
-        elapsed_s, written = self._others()
-        return _total(written) / self._num_processes / elapsed_s * DAY_S
+        """Return what this process writes per day besides activations; 0 before two windows have shown it."""
+        return self._others_per_s * DAY_S
 
-    def _hold_to_budget(self) -> None:
-        allowed, doubt = self.bytes_per_day, self._doubt
-        if allowed is None:
-            return
+    def _ends_window(self) -> bool:
+        """Return whether this backward ends a window. All processes count them alike, so that they meet there."""
+        num = self._num_borders
+        return num >= _MIN_BORDERS and (num & (num - 1) == 0 or num % _MAX_WINDOW == 0)
+
+    def _hold_to_budget(self, allowed: int) -> None:
         now_s, written = self._others()
+        begin_s, begin = self._window_begin
         nbytes = _total(written) / self._num_processes
-        others = nbytes / now_s * DAY_S
-        if others <= allowed:
-            self._doubt = None
+        if now_s - begin_s >= _MIN_SECONDS:
+            self._windows.append((nbytes - begin) / (now_s - begin_s))
+            self._window_begin = now_s, nbytes
+            if len(self._windows) == self._windows.maxlen:
+                self._others_per_s = min(nbytes / now_s, *self._windows)
+        others = self.other_bytes_per_day()
+        excess = others if others > allowed else 0.0
+        if self._agree is not None:
+            excess = -self._agree([-excess])[0]
+        if not excess:
             return
-        if doubt is not None and now_s < 2 * doubt[0]:
-            return
-        self._doubt = now_s, nbytes
-        if doubt is None or (nbytes - doubt[1]) / (now_s - doubt[0]) * DAY_S <= allowed:
-            return
-        told = format_sizes(allowed * self._num_processes, others * self._num_processes, decimal=True)
+        told = format_sizes(allowed * self._num_processes, excess * self._num_processes, decimal=True)
+        who = _parts_of(written) or "other processes"
         raise BudgetError(
-            f"OffloadPolicy.wear_budget allows {told[0]} per day, and {_parts_of(written)} need {told[1]} per day, "
-            "whatever is done with activations. Raise wear_budget above that, keep these in memory (such as "
+            f"OffloadPolicy.wear_budget allows {told[0]} per day, and {who} need {told[1]} per day, whatever is done "
+            "with activations. Raise wear_budget above that, keep these in memory (such as "
             'optimizer_states="keep"), or update less often (accumulate gradients)'
         )
 

@@ -140,7 +140,7 @@ def own_disk(directory: Path, mebibytes: int = _DISK_MIB) -> Iterator[tuple[Path
     if missing := [name for name in ("mkfs.ext4", "mount", "umount") if not shutil.which(name)]:
         yield directory, f"no {missing[0]}"
         return
-    image, mounted = directory / "image", directory / "mounted"
+    image, mounted = directory / f"image{mebibytes}", directory / f"mounted{mebibytes}"
     mounted.mkdir()
     with image.open("wb") as file:
         file.truncate(mebibytes * _MIB)

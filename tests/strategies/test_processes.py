@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo"),
 ]
 LIKE_DDP = ("plain", "accumulate", "collectives", "unused", "manual", "static-manual", "comm-hook")
-OTHERS = ("agreed", "states", "weights", "impossible", "forgotten")
+OTHERS = ("agreed", "states", "weights", "impossible", "worn", "forgotten")
 CALLBACK = ("ddp", "ddp-auto", "ddp-accumulate", "ddp-manual", "fsdp2", "tensor-parallel")
 DEFAULT: dict[str, tuple[str, ...]] = {
     "ddp_script": (*LIKE_DDP, *OTHERS),

@@ -198,6 +198,19 @@ def impossible(directory: Path) -> None:
         fit(Net, strategy, directory, devices=2)
 
 
+def worn(directory: Path) -> None:
+    """A wear budget that only the states of the second process exceed is refused in both."""
+    budget = "1KB" if rank_before_launch() else "1000TB"
+    strategy = SSDOffloadStrategy(
+        policy=OffloadPolicy(optimizer_states="offload", min_tensor_bytes=4096, wear_budget=budget),
+        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_ssd.wear.meter._MIN_SECONDS", 0.0)
+        with pytest.raises(BudgetError, match=r"optimizer states .* need"):
+            fit(Net, strategy, directory, devices=2, max_epochs=6)
+
+
 def states(directory: Path) -> None:
     """Optimizer states on SSD, in both processes: the same bits, also after a resume from what the first one saved."""
     plain, expected = fit(Net, DDPStrategy(start_method="popen"), directory, devices=2, max_epochs=2)
@@ -294,7 +307,7 @@ def weights(directory: Path) -> None:
 SCENARIOS = {
     **{name: partial(compare, name) for name in LIKE_DDP},
     **{f"{name} plain": partial(compare, "plain", start_method=name) for name in ("fork", "spawn")},
-    **{scenario.__name__: scenario for scenario in (weights, forgotten, agreed, impossible, states)},
+    **{scenario.__name__: scenario for scenario in (weights, forgotten, agreed, impossible, worn, states)},
 }
 run = partial(run_scenarios, SCENARIOS)
 

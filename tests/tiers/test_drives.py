@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S
 
 CHUNK = 64 << 10
+MIB = 1 << 20
 CPU = torch.device("cpu")
 
 
@@ -176,6 +178,28 @@ def test_a_full_drive_is_passed_over_until_it_has_room(tmp_path: Path) -> None:
         drives.full.clear()
         read_all(tier, write_all(tier, [8 * CHUNK + 4096] * 2))
         assert drives.writes["a"] > 0
+
+
+def test_room_is_taken_wherever_it_is(small_disk: Callable[[int], Path]) -> None:
+    directories = [small_disk(mebibytes) for mebibytes in (20, 28, 64)]
+    backend = PosixBackend(directories)
+    mover = HostMover(backend, ReloadPool(0))
+    tier = SsdTier(backend, mover, directories, events=EventLog(), sampler=Sampler("off"), chunk_bytes=MIB)
+    try:
+        free = [facts.f_bavail * facts.f_frsize for facts in map(os.statvfs, directories)]
+        need = sum(free) - 3 * MIB
+        assert need / 3 > free[1], "an equal part fits two of them"
+        assert free[2] < need, "what these two refuse fits the third"
+        tier.reserve(need, "states")
+        assert need <= tier.disk_bytes < need + 3 * MIB
+        owners = write_all(tier, [MIB] * (need // MIB - 3))
+        assert tier.disk_bytes < need + 3 * MIB, "a file had to grow"
+        read_all(tier, owners)
+        with pytest.raises(OutOfSpaceError, match=r"states need [\d,]+ bytes; [\d,]+ of them have no place"):
+            tier.reserve(need + 8 * MIB, "states")
+    finally:
+        tier.close()
+        backend.close()
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EIO])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -241,12 +242,12 @@ def test_others_that_exceed_the_budget_alone_are_refused_once_that_is_known(
     per_s = 10**9
     for num_processes, budget_per_s, is_refused in ((1, per_s, False), (1, per_s - 1, True), (2, 2 * per_s - 2, True)):
         one = account(rating, num_processes=num_processes, budget=budget_per_s * DAY_S)
-        for number in range(14):
+        for number in range(15):
             one.states = [number * 10 * per_s]
             assert one.border(number * FAST) is None
-            assert (one.meter.other_bytes_per_day() == 0) == (number < 7), "not known yet"
+            assert one.meter.other_bytes_per_day() == 0, "not known yet"
             wait(10)
-        one.states = [140 * per_s]
+        one.states = [150 * per_s]
         if is_refused:
             match = r"wear_budget allows .* per day, and optimizer states \(100%\) need .* per day.*Raise wear_budget"
             with pytest.raises(BudgetError, match=match):
@@ -260,13 +261,46 @@ def test_what_is_written_once_is_no_rate(account: Callable[..., Account], wait: 
     """Weights that leave memory after the first passes, and change no more."""
     one = account(None, budget=TB)
 
-    def go_on(num: int, nbytes: int) -> None:
+    def go_on(num: int, nbytes: int) -> float:
+        most = 0.0
         for _ in range(num):
             one.border(0)
+            most = max(most, one.meter.other_bytes_per_day())
             one.states = [one.states[0] + nbytes]
             wait(10)
+        return most
 
+    go_on(20, 0)
     go_on(1, TB // 10)
-    go_on(1000, 0)
+    assert go_on(1000, 0) == 0, "activations would stay in memory for it"
     with pytest.raises(BudgetError):
         go_on(4000, TB // 1000)
+
+
+def test_what_pauses_is_measured_over_its_pauses(
+    account: Callable[..., Account], wait: Callable[[float], None]
+) -> None:
+    """Such as a validation between epochs: in training alone more is written per second than the budget allows."""
+    one = account(None, budget=10**9 * DAY_S)
+    for number in range(6000):
+        one.states = [one.states[0] + 15 * 10**9]
+        one.border(0)
+        wait(10 + (number % 2000 == 0) * 20_000)
+    assert one.meter.other_bytes_per_day() < 10**9 * DAY_S
+
+
+@pytest.mark.parametrize("others", [0.0, 2.0 * TB])
+def test_one_process_that_exceeds_the_budget_ends_all(
+    others: float, account: Callable[..., Account], wait: Callable[[float], None]
+) -> None:
+    one = account(None, budget=TB)
+    brought = list[float]()
+    one.meter._agree = lambda values: brought.extend(values) or [min(*values, -others)]
+    for number in range(7):
+        one.states = [number]
+        one.border(0)
+        wait(10)
+    assert brought == [], "they meet where a window ends"
+    with pytest.raises(BudgetError, match=r"allows 1\.00 TB per day") if others else nullcontext():
+        one.border(0)
+    assert brought == [0.0]
