@@ -26,7 +26,7 @@ from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe
-from lightning_ssd.common.tensors import StorageKey, TensorSpec, can_count_holders, is_released, new_tuple
+from lightning_ssd.common.tensors import StorageKey, TensorSpec, is_released, new_tuple
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.tiers.base import NoMemoryToReadError, ReadEnd, ReadRequest, StoredBytes, WriteEnd, WriteRequest
 from lightning_ssd.tiers.jobs import Read
@@ -168,7 +168,7 @@ class SavedStorage:
     @property
     def is_saved_whole(self) -> bool:
         """Whether all that may be saved of it has been: all of it, or the program holds it no more."""
-        return self.parts.is_whole or is_released(self.identity) or not can_count_holders()
+        return self.parts.is_whole or is_released(self.identity)
 
     @staticmethod
     def queue_writes(records: Sequence[SavedStorage], tier: Tier) -> None:

@@ -23,7 +23,6 @@ __all__ = [
     "Region",
     "StorageKey",
     "TensorSpec",
-    "can_count_holders",
     "class_of",
     "give_gradient",
     "holders",
@@ -149,12 +148,8 @@ def _give_back() -> None:
         torch.UntypedStorage._free_weak_ref(weak)  # type: ignore[no-untyped-call]
 
 
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-
-
-def can_count_holders() -> bool:
-    """Return whether this PyTorch can count the references to a storage; else :func:`is_released` is always False."""
-    return _use_count is not None
+use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""Returns the references to the storage whose struct is at an address."""
 
 
 def required_nbytes(tensor: torch.Tensor) -> int:
@@ -170,20 +165,12 @@ def is_released(key: StorageKey) -> bool:
 
     This package holds one reference, which all its objects share; after the write it holds none.
     """
-    return _use_count is not None and _use_count(key.cdata) <= 1
-
-
-def use_count(cdata: int) -> int:
-    """Return the references to the storage whose struct is at ``cdata``. Only where :func:`can_count_holders`."""
-    return 0 if _use_count is None else _use_count(cdata)
+    return use_count(key.cdata) <= 1
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors hold ``storage``. Only where :func:`can_count_holders`.
-
-    All Python objects for a storage together hold one reference, which does not count.
-    """
-    return 0 if _use_count is None else use_count(storage._cdata) - 1
+    """Return how many tensors hold ``storage``: all Python objects for it hold one reference more."""
+    return use_count(storage._cdata) - 1
 
 
 class TensorSpec(NamedTuple):

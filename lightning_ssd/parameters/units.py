@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_ssd.common.dtensor import ShardedGroup, ShardedParameter, local_of, sharded_of
 from lightning_ssd.common.sent_storages import is_in_other_processes
-from lightning_ssd.common.tensors import PLAIN_TYPES, can_count_holders, holders, storage_of
+from lightning_ssd.common.tensors import PLAIN_TYPES, holders, storage_of
 from lightning_ssd.parameters.files.file_slices import FileSlices, file_slices
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.parameters.guard.guard import is_guarded
@@ -137,8 +137,6 @@ def why_it_stays(weights: SharedWeights) -> str | None:
             "its memory was not made by PyTorch (it shows an array of NumPy, or a file in a way that cannot be "
             "followed); give it memory of its own before, by weight.data = weight.data.clone()"
         )
-    if not can_count_holders():
-        return "this PyTorch does not tell who else holds its memory"
     if weights.slices is not None and (reason := weights.slices.why_it_stays(weights.storage)) is not None:
         return reason
     others = holders(weights.storage) - len(weights.tensors)

@@ -102,7 +102,9 @@ class CallState:
             if buffer is None or isinstance(buffer, nn.UninitializedBuffer) or buffer.is_inference():
                 continue
             self._has_graphs = self._has_graphs or _has_graph(buffer)
-            if id(buffer) not in self._buffers or isinstance(part, _NormBase):
+            if is_plain(buffer) and torch._debug_has_internal_overlap(buffer) == 1:  # PyTorch edits none of these
+                self._tensors.append(_Tensor.of(type(part), name, buffer))
+            elif id(buffer) not in self._buffers or isinstance(part, _NormBase):
                 self._buffers[id(buffer)] = _Buffer(part, name, buffer, buffer._version, buffer.detach().clone())
 
     def _look(self, owner: type, name: str, value: Any) -> None:

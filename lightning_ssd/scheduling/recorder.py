@@ -25,7 +25,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
-from lightning_ssd.common.tensors import StorageKey, can_count_holders, is_released
+from lightning_ssd.common.tensors import StorageKey, is_released
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
 from lightning_ssd.scheduling.clock import Clock, Stamp
 
@@ -312,8 +312,8 @@ class Recorder:
         # On CUDA the sum is made when the next pass is under way: what lives longer than its pass may be gone by then.
         freed_s = max(min(at(seen.freed_s, end_s), end_s), packed_s)
         wanted_s = None if seen.wanted_s is None else max(at(seen.wanted_s, end_s), packed_s)
-        # Not seen to be released before it was wanted: the program held it all along (or none could look).
-        movable = seen.released_s is not None or not can_count_holders()
+        # Not seen to be released before it was wanted: the program held it all along.
+        movable = seen.released_s is not None
         return TracedStorage(
             nbytes=seen.nbytes,
             packed_s=packed_s,

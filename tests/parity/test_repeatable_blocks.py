@@ -215,10 +215,11 @@ class BothModes(Block):
 
     def prepare(self) -> None:
         self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm.register_buffer("overlapping", torch.full((1,), 0.5).expand(WIDTH))  # nothing can be written to it
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm.eval()(self.linear(x)).sin()
-        return self.norm.train()(y).sin()
+        return (self.norm.train()(y) * self.norm.overlapping).sin()
 
     def state(self) -> Any:
         return self.norm.running_var

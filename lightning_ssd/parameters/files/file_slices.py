@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_ssd.common.tensors import StorageKey, can_count_holders, use_count
+from lightning_ssd.common.tensors import StorageKey, use_count
 
 __all__ = ["FileSlices", "file_slices"]
 
@@ -100,8 +100,6 @@ def _whole_of(storage: torch.UntypedStorage) -> int | None:
 @functools.cache
 def _layout() -> _Layout | None:
     """Learnt from a slice of a file in memory; ``None``: this PyTorch has another one."""
-    if not can_count_holders():
-        return None
     fd = os.memfd_create("lightning_ssd", os.MFD_CLOEXEC)
     try:
         os.truncate(fd, 4096)
