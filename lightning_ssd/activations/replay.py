@@ -164,7 +164,7 @@ def hooks_of(
         if type(packed) is not tuple:
             if type(packed) is not SavedTensor:
                 return unpack_slowly(packed)
-            lease, (dtype, size, stride, offset, is_conj, is_neg), probe, origin = packed
+            lease, probe, dtype, size, stride, offset, is_conj, is_neg, node_name, _ = packed
             begin_s, alias, moved, memory, cursor = clock(), probe.alias, lease.record, lease.storage, current.cursor
             state, mark, is_fork = moved.state, moved.mark, getpid() != pid
             if (
@@ -192,7 +192,7 @@ def hooks_of(
             if not is_host:
                 protect(rebuilt)
             if held or isinstance(current_node(), BackwardCFunction):
-                rebuilt = handed_out.give(rebuilt, lease.record.lease if origin is None else None)
+                rebuilt = handed_out.give(rebuilt, moved.lease if node_name is None else None)
             given.append(moved)
             given_bytes += moved.nbytes
             if len(given) >= MAX_GIVEN or MIN_LOOKS * given_bytes >= budget.nbytes:

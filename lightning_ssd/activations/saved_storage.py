@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -39,72 +40,39 @@ if TYPE_CHECKING:
 __all__ = ["Lease", "SavedStorage", "SavedTensor", "open_saved"]
 
 
-class SavedStorage:
-    """One storage that autograd saved, whatever number of tensors over it."""
+@dataclass(init=False, repr=False, eq=False, slots=True)
+class SavedStorage(VersionProbe):
+    """One storage that autograd saved, whatever number of tensors over it; the probe of the first one.
 
-    __slots__ = (
-        "accounting",
-        "ahead",
-        "cdata",
-        "error",
-        "home",
-        "identity",
-        "index",
-        "is_on_host",
-        "key",
-        "lease",
-        "mark",
-        "nbytes",
-        "num_tensors",
-        "num_unpacked",
-        "operation",
-        "parts",
-        "probe",
-        "produced",
-        "read",
-        "state",
-        "stored",
-        "tier",
-    )
+    :func:`open_saved` begins it.
+    """
 
     stays = False
     accounting: MemoryAccounting
-    ahead: bool
-    """Whether it was brought up, or held back, before it was asked for."""
-    cdata: int
-    """Number of the storage that was saved."""
-    error: BaseException | None
-    """Error of the last read, until it is raised."""
-    home: SavedPass | None
-    """The pass that saw it first."""
+    ahead: bool  # whether it was brought up, or held back, before it was asked for
+    cdata: int  # number of the storage that was saved
+    error: BaseException | None  # error of the last read, until it is raised
+    home: SavedPass | None  # the pass that saw it first
     identity: StorageKey
     """Key of the storage that was saved. Held as long as the cache finds this record by its number: ``key`` changes
     with each reload, and without this one the number would be recycled and name another storage."""
     index: int
-    is_on_host: bool
-    """Whether it goes to host memory, and so to no drive."""
+    is_on_host: bool  # whether it goes to host memory, and so to no drive
     key: StorageKey
-    lease: Death
-    """Gives the lease, as long as it lives."""
+    lease: Death  # gives the lease, as long as it lives
     mark: StreamEvent | None
     """The memory that was read last is there once this has passed. The mark stays when the memory is dropped, which may
     be found alive (a tier holds it until its copy has passed) and handed out."""
     nbytes: int
     num_tensors: int
     num_unpacked: int
-    operation: Operation | None
-    """The operation that may fill it after having saved it."""
+    operation: Operation | None  # the operation that may fill it after having saved it
     parts: SavedParts
-    probe: VersionProbe
-    produced: StreamEvent
-    """Passes when the packed bytes are there."""
-    read: Read | None
-    """The read that is under way, with others in it."""
+    produced: StreamEvent  # passes when the packed bytes are there
+    read: Read | None  # the read that is under way, with others in it
     state: State
-    stored: StoredBytes | None
-    """The bytes on a tier, from the end of their write until the storage is freed."""
-    tier: Tier | None
-    """Tier that it was sent to."""
+    stored: StoredBytes | None  # the bytes on a tier, from the end of their write until the storage is freed
+    tier: Tier | None  # tier that it was sent to
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
@@ -122,7 +90,7 @@ class SavedStorage:
 
     def is_same_value(self, version: int, tensor: torch.Tensor) -> bool:
         """Whether a tensor over our storage, now at ``version``, still has the bytes that we saved."""
-        return version == self.probe.saved == self.probe.version and self.probe.shares_counter(tensor)
+        return version == self.saved == self.alias._version and self.shares_counter(tensor)
 
     def shows(self, tensor: torch.Tensor, mark: Callable[[], StreamEvent]) -> bool:
         """Whether a tensor with the value that we saved may be saved with it: it shows bytes that we hold or have
@@ -437,9 +405,9 @@ class Lease:
 def open_saved(
     accounting: MemoryAccounting,
     current: SavedPass,
+    record: SavedStorage,
     storage: torch.UntypedStorage,
     nbytes: int,
-    probe: VersionProbe,
     parts: SavedParts,
     produced: StreamEvent = PASSED,
     operation: Operation | None = None,
@@ -449,19 +417,18 @@ def open_saved(
     Args:
         accounting: of all saved storages.
         current: the pass that saves it.
+        record: of the storage, which is made for the first saved tensor over it.
         storage: with the bytes.
         nbytes: of the storage.
-        probe: of the first saved tensor over it.
         parts: that are saved of it.
         produced: its bytes are there once this has passed.
         operation: that may fill it.
     """
-    record, lease = SavedStorage(), Lease()  # without methods of their own to begin them: this is the hot path
+    lease = Lease()  # what begins these has no methods of their own: this is the hot path
     record.accounting = accounting
     record.key = record.identity = key = StorageKey(storage)
     record.cdata = key.cdata
     record.nbytes = nbytes
-    record.probe = probe
     record.parts = parts
     record.produced = produced
     record.index = len(current.records)
@@ -485,9 +452,50 @@ def open_saved(
 
 
 class SavedTensor(NamedTuple):
-    """Stands in autograd for a tensor: how to rebuild it, and its share in the storage."""
+    """Stands in autograd for a tensor: how to rebuild it, and its share in the storage.
+
+    Flat, because the garbage collector looks at every object that lives as long as a graph.
+    """
 
     lease: Lease
-    spec: TensorSpec
     probe: VersionProbe
-    origin: Origin | None
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
+    node_name: str | None
+    """Name of the operation that made it; ``None``: none has."""
+    output_nr: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, lease: Lease, probe: VersionProbe) -> SavedTensor:
+        """Describe a tensor over the storage of a lease."""
+        node = tensor.grad_fn
+        made: SavedTensor = new_tuple(
+            cls,
+            (
+                lease,
+                probe,
+                tensor.dtype,
+                tuple(tensor.size()),
+                tensor.stride(),
+                tensor.storage_offset(),
+                tensor.is_conj(),
+                tensor.is_neg(),
+                None if node is None else node.name(),
+                tensor.output_nr,
+            ),
+        )
+        return made
+
+    @property
+    def spec(self) -> TensorSpec:
+        """How it is rebuilt over its storage."""
+        return TensorSpec(self.dtype, torch.Size(self.size), self.stride, self.offset, self.is_conj, self.is_neg)
+
+    @property
+    def origin(self) -> Origin | None:
+        """The operation that made it."""
+        return None if self.node_name is None else Origin(self.node_name, self.output_nr)

@@ -38,13 +38,12 @@ from lightning_ssd.activations.storage_state import State
 from lightning_ssd.activations.write_group import WriteGroup
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.inplace_edits import (
-    Origin,
     VersionProbe,
     inplace_error,
     owner_of,
     resized_error,
 )
-from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, new_tuple, storage_of
+from lightning_ssd.common.tensors import PLAIN_TYPES, storage_of
 from lightning_ssd.common.waiting import Latch, is_free_within
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
@@ -578,14 +577,14 @@ class TensorCache:
                 return packed
         # All that PyTorch is asked for comes first: it lets go of the GIL, which a worker that has just been told of a
         # write would hold while this thread, and the cores that compute for it, wait.
-        probe, spec, origin = VersionProbe(tensor), TensorSpec.of(tensor), Origin.of(tensor)
+        new = SavedStorage(tensor)
         while True:
             with self.accounting.lock:
                 self.accounting.settle()
-                lease = self._find(tensor, storage, nbytes, probe)
+                lease = self._find(tensor, storage, nbytes, new.saved)
                 room = self._admit(current, nbytes) if lease is None else None
                 if room is None:
-                    lease = lease or self._open(current, tensor, storage, probe, placement)
+                    lease = lease or self._open(current, tensor, storage, new, placement)
                     lease.record.num_tensors += 1
                     break
             if not self.fetcher.wait_for_room(current, nbytes, room):
@@ -594,7 +593,8 @@ class TensorCache:
         self._run_ahead.wait()
         self.copies.protect(tensor)
         self._count_hook(begin_s, waited_s, lease.record.produced)
-        return SavedTensor(lease, spec, probe, origin)
+        probe = lease.record if lease.record.alias.dtype == tensor.dtype else VersionProbe(tensor)
+        return SavedTensor.of(tensor, lease, probe)
 
     def pack_moved(
         self, current: SavedPass, tensor: torch.Tensor, storage: torch.UntypedStorage, placement: Placement
@@ -609,14 +609,11 @@ class TensorCache:
             placement: where it goes.
         """
         begin_s, waited_s, nbytes = time.perf_counter(), self._stalls.waited_s, storage.nbytes()
-        probe, node = VersionProbe(tensor), tensor.grad_fn
-        view = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
-        origin = None if node is None else new_tuple(Origin, (node.name(), tensor.output_nr))
+        record = SavedStorage(tensor)
         mark = self.copies.mark() if self.copies.is_asynchronous else PASSED
         parts = WHOLE if tensor.nbytes == nbytes and tensor.is_contiguous() else SavedParts(nbytes, tensor)
         operation = None if tensor.requires_grad else Operation.current()
-        lease = open_saved(self.accounting, current, storage, nbytes, probe, parts, mark, operation)
-        record = lease.record
+        lease = open_saved(self.accounting, current, record, storage, nbytes, parts, mark, operation)
         record.num_tensors = 1
         if self._group.add(record, placement, self.accounting.most_saved_bytes):
             with self.accounting.lock:
@@ -631,8 +628,7 @@ class TensorCache:
             self._run_ahead.wait()
             self.copies.protect(tensor)
             self._count_hook(begin_s, waited_s, mark)
-        saved: SavedTensor = new_tuple(SavedTensor, (lease, new_tuple(TensorSpec, view), probe, origin))
-        return saved
+        return SavedTensor.of(tensor, lease, record)
 
     def pack_again(self, record: SavedStorage, tensor: torch.Tensor) -> SavedTensor | None:
         """Return what stands for a tensor over a storage that leaves, if it shows nothing else of it than those before.
@@ -641,8 +637,8 @@ class TensorCache:
             record: of the storage.
             tensor: is saved, and a gradient goes to it.
         """
-        probe, lease = record.probe, record.lease()
-        if lease is None or not record.is_same_value(tensor._version, tensor) or probe.alias.dtype != tensor.dtype:
+        lease = record.lease()
+        if lease is None or not record.is_same_value(tensor._version, tensor) or record.alias.dtype != tensor.dtype:
             return None
         if not record.parts.is_whole:
             with self.accounting.lock:
@@ -650,7 +646,7 @@ class TensorCache:
                     return None
         record.num_tensors += 1
         self.copies.protect(tensor)
-        return SavedTensor(lease, TensorSpec.of(tensor), probe, Origin.of(tensor))
+        return SavedTensor.of(tensor, lease, record)
 
     def _count_hook(self, begin_s: float, waited_s: float, mark: StreamEvent | None) -> None:
         """Count the time since the hook began, without its waits.
@@ -664,15 +660,13 @@ class TensorCache:
             hook_s = time.perf_counter() - begin_s - (self._stalls.waited_s - waited_s)
             self._counters.hook_s += max(hook_s, 0.0)
 
-    def _find(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, probe: VersionProbe
-    ) -> Lease | None:
+    def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, version: int) -> Lease | None:
         """Return the lease of a storage that was saved before, in this version, with all that the tensor shows."""
         record = self.accounting.by_storage.get(storage._cdata)
         lease = record.lease() if isinstance(record, SavedStorage) else None
         if not isinstance(record, SavedStorage) or lease is None or record.nbytes != nbytes:
             return None
-        is_same = record.is_same_value(probe.saved, tensor) and record.shows(tensor, self._mark)
+        is_same = record.is_same_value(version, tensor) and record.shows(tensor, self._mark)
         return lease if is_same else None
 
     def _stay(
@@ -712,7 +706,7 @@ class TensorCache:
         current: SavedPass,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        probe: VersionProbe,
+        record: SavedStorage,
         placement: Placement | None,
     ) -> Lease:
         """A storage seen for the first time in this version: keep it, or have it written."""
@@ -721,8 +715,7 @@ class TensorCache:
         if placement is None:
             placement = self._place(current, nbytes)
         operation = None if tensor.requires_grad else Operation.current()
-        lease = open_saved(self.accounting, current, storage, nbytes, probe, parts, operation=operation)
-        record = lease.record
+        lease = open_saved(self.accounting, current, record, storage, nbytes, parts, operation=operation)
         self.accounting.settle()
         # What stays may have to go later, when another stream is the current one.
         record.produced = self._mark()
@@ -797,15 +790,15 @@ class TensorCache:
                 self._weights.wanted(packed.unit)
             return give_back(packed.held) if isinstance(packed.held, tuple) else packed.held.tensor()
         self.check_process()
-        lease, spec, probe, origin = packed
+        lease, probe, origin = packed.lease, packed.probe, packed.origin
         if (version := probe.version) != probe.saved:
-            description = spec.dtype, self._device, spec.size
+            description = packed.dtype, self._device, torch.Size(packed.size)
             raise inplace_error(description, origin, version=version, expected=probe.saved)
         begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
         storage = self.fetcher.fetch(lease.record)
         if storage.nbytes() < lease.record.nbytes:
             raise resized_error(lease.record.nbytes, storage.nbytes())
-        tensor: torch.Tensor = probe.rebuild(spec, storage)
+        tensor: torch.Tensor = probe.rebuild(packed.spec, storage)
         self.copies.protect(tensor)
         tensor = self.handed_out.give(tensor, lease.record.lease if origin is None else None)
         self.fetcher.look_ahead(lease.record)  # last: workers that are told of reads want the GIL

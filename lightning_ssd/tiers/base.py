@@ -116,29 +116,17 @@ class OneByOne:
 
     @staticmethod
     def all_begin(owners: Sequence[Any]) -> list[torch.UntypedStorage | None]:
-        """Ask each for its storage."""
         return [owner.write_begins() for owner in owners]
 
     @staticmethod
     def all_written(ends: Sequence[WriteEnd]) -> None:
-        """Tell each, with ``write_ended``."""
-        OneByOne._tell("write_ended", ends)
+        for owner, *end in ends:
+            owner.write_ended(*end)
 
     @staticmethod
     def all_read(ends: Sequence[ReadEnd]) -> None:
-        """Tell each, with ``read_ended``."""
-        OneByOne._tell("read_ended", ends)
-
-    @staticmethod
-    def _tell(name: str, ends: Sequence[tuple[Any, ...]]) -> None:
-        fault: BaseException | None = None
         for owner, *end in ends:
-            try:
-                getattr(owner, name)(*end)
-            except BaseException as error:  # the others are told, too
-                fault = fault or error
-        if fault is not None:
-            raise fault
+            owner.read_ended(*end)
 
 
 class ReadRequest(NamedTuple):

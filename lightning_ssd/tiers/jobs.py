@@ -49,23 +49,16 @@ class _Outgoing:
     """
 
     request: WriteRequest
-    parts: list[Part]
-    """The room that it has."""
-    whole: Part | None
-    """The room for all of it, if that is in one place."""
-    num_left: int
-    """Pieces that have not ended."""
-    storage: torch.UntypedStorage | None = None
-    """The memory, while it is written."""
+    parts: list[Part]  # the room that it has
+    whole: Part | None  # the room for all of it, if that is in one place
+    num_left: int  # pieces that have not ended
+    storage: torch.UntypedStorage | None = None  # the memory, while it is written
     address: int = 0
     edges: Edges = NO_EDGES
-    body_nbytes: int = 0
-    """Bytes between the edges."""
+    body_nbytes: int = 0  # bytes between the edges
     cuts: Sequence[tuple[int, int]] = ()
-    checksums: list[int | None] | None = None
-    """One for each piece; ``None``: it has none."""
-    missing_nbytes: int = 0
-    """Bytes of the pieces that were no longer wanted."""
+    checksums: list[int | None] | None = None  # one for each piece; ``None``: it has none
+    missing_nbytes: int = 0  # bytes of the pieces that were no longer wanted
     error: BaseException | None = None
     is_begun: bool = False
     is_over: bool = False
@@ -78,14 +71,13 @@ class Write(Transfer):
 
     Args:
         tier: gets them.
-        requests: what to write.
-        parts: the room that each has already.
+        requests: what to write, each with the room that it has already.
     """
 
-    def __init__(self, tier: Tier, requests: Sequence[WriteRequest], parts: Sequence[list[Part]]) -> None:
-        super().__init__("write", sum([request.nbytes for request in requests]))
+    def __init__(self, tier: Tier, requests: Sequence[tuple[WriteRequest, list[Part]]]) -> None:
+        super().__init__("write", sum([request.nbytes for request, _ in requests]))
         self._tier = tier
-        self._requests, self._parts = requests, parts  # until it begins
+        self._requests = requests  # until it begins
         self._outgoing: list[_Outgoing] = []
         self._failure: BaseException | None = None  # of telling owners, which their contract forbids
         # Order: before the accounting lock, which owners take. A storage begins once.
@@ -95,7 +87,7 @@ class Write(Transfer):
 
     def begin(self) -> Sequence[Chunk] | None:
         tier, uncut, pieces, sizes = self._tier, self._tier.uncut_bytes, list[tuple[_Outgoing, int]](), list[int]()
-        for request, parts in zip(self._requests, self._parts, strict=True):
+        for request, parts in self._requests:
             whole, number = parts[0] if parts else None, 1
             if request.nbytes > uncut:
                 number = max(len(tier.cut(0, request.nbytes, None if whole is None else whole.extent)), 1)
@@ -103,7 +95,7 @@ class Write(Transfer):
             self._outgoing.append(outgoing)
             pieces += zip((outgoing,) * number, range(number), strict=True)
             sizes += (request.nbytes // number,) * number
-        self._requests = self._parts = ()
+        self._requests = ()
         self._wait_for_producers()
         return [partial(self._run, pieces[start:stop]) for start, stop in tier.join(sizes)]
 
@@ -158,6 +150,7 @@ class Write(Transfer):
             if storage is None:
                 one.is_over = True
                 tier.free_parts(one.parts)
+                one.parts = []
                 continue
             try:
                 if storage.nbytes() != request.nbytes:
@@ -284,9 +277,9 @@ class Write(Transfer):
             raise self._failure
 
     def discard(self) -> None:
-        for parts in self._parts:
+        for _, parts in self._requests:
             self._tier.free_parts(parts)
-        self._requests = self._parts = ()
+        self._requests = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -297,18 +290,14 @@ class _Incoming:
     stored: StoredBytes
     storage: torch.UntypedStorage | None
     after: StreamEvent | None
-    mark: StreamEvent | None = None
-    """Mark of the copy that was queued last."""
+    mark: StreamEvent | None = None  # mark of the copy that was queued last
     error: BaseException | None = None
     fault: BaseException | None = None
     """Error of telling the owner of the end, which its contract forbids, or of a copy after that."""
-    num_left: int = 0
-    """Pieces that have not ended."""
-    num_to_queue: int = 0
-    """Copies that are not queued."""
+    num_left: int = 0  # pieces that have not ended
+    num_to_queue: int = 0  # copies that are not queued
     is_over: bool = False
-    told: Latch | None = None
-    """For who waits until it is over."""
+    told: Latch | None = None  # for who waits until it is over
 
 
 _Cut = tuple[_Incoming, Part, tuple[int, int], int | None]

@@ -101,19 +101,18 @@ class Tier:
         Raises:
             OffloaderClosedError: after close.
         """
-        claimed = self.claim_all([request.nbytes for request in requests])
-        have_room = [parts is not None for parts in claimed]
-        if not any(have_room):
-            return have_room
-        going = requests if all(have_room) else [one for one, room in zip(requests, have_room, strict=True) if room]
-        job = Write(self, going, [parts for parts in claimed if parts is not None])
+        claimed, job = self.claim_all([request.nbytes for request in requests]), None
         try:
-            self._writes.submit(job)
+            going = [(one, parts) for one, parts in zip(requests, claimed, strict=True) if parts is not None]
+            if going:
+                job = Write(self, going)
+                self._writes.submit(job)
         except BaseException:
-            if not job.is_queued:  # else it may be in the queue: what it has claimed stays with it
-                job.discard()
+            if job is None or not job.is_queued:  # else it may be in the queue: what it has claimed stays with it
+                for parts in claimed:
+                    self.free_parts(parts or ())
             raise
-        return have_room
+        return [parts is not None for parts in claimed]
 
     def read(
         self,

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.activations import saved_storage
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, open_saved
 from lightning_ssd.activations.storage_state import AWAY, READY, State
-from lightning_ssd.common.inplace_edits import VersionProbe
 from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
@@ -55,10 +53,8 @@ class HooksThatKeepNothing:
 
 def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> SavedStorage:
     storage, accounting = tensor.untyped_storage(), MemoryAccounting()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_storage, "SavedStorage", cls)
-        parts, home = SavedParts(storage.nbytes(), tensor), SavedPass(HooksThatKeepNothing())
-        LEASES.append(open_saved(accounting, home, storage, storage.nbytes(), VersionProbe(tensor), parts))
+    parts, home = SavedParts(storage.nbytes(), tensor), SavedPass(HooksThatKeepNothing())
+    LEASES.append(open_saved(accounting, home, cls(tensor), storage, storage.nbytes(), parts))
     record = LEASES[-1].record
     record.home = None
     accounting.settle()
