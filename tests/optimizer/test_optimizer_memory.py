@@ -1,5 +1,7 @@
 """How much of an optimizer's states is in memory: a small part, what host memory is given for, and no more."""
 
+import time
+
 import pytest
 import torch
 
@@ -29,6 +31,21 @@ def test_a_cache_saves_its_share_of_the_moves(share, spill_dir):
         expected = max(1 - slots, 0) * STATE_BYTES
         assert now.read_bytes - before.read_bytes == pytest.approx(expected, rel=0.01)
         assert now.written_bytes - before.written_bytes == pytest.approx(expected, rel=0.01)
+
+
+def test_states_move_in_the_update_alone(spill_dir):
+    """So they never wait for activations at a drive, nor these for them: each has queues of its own."""
+    pair, backends = Pair(torch.optim.AdamW, SHAPES), []
+    with wrapped(pair.inner, spill_dir, faults=backends) as optimizer:
+        for backend in backends:
+            backend.delay_s = 0.02
+        for _ in range(3):
+            pair.set_gradients()
+            optimizer.step()
+            moved = store_of(optimizer).tier.progress()
+            time.sleep(0.1)
+            assert store_of(optimizer).tier.progress() == moved, "something moved behind the update"
+        assert moved.read_bytes > STATE_BYTES
 
 
 @pytest.mark.parametrize("share", [0.25, 1.5, 4.0])
