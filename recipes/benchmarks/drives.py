@@ -9,6 +9,7 @@ rate of each set of drives is compared with that of one:
 * storages: all that a set is given is written, then read back last things first, as a backward pass does, 256 MiB
   ahead. What comes back is compared with what was written.
 * states: steps of SGD with momentum, in one thread, which read all and write all at once.
+* phases: activations and states on one drive, and how much of each moves while a step computes, and while it updates.
 * changes: of two drives one gets a tenth of the rate between two passes over the storages, and is then taken away (its
   file system is shut down). The time of a pass is compared with what the rates that are left allow.
 """
@@ -156,6 +157,49 @@ def states_rate(directories: Sequence[Path], nbytes: int, *, steps: int = 2) -> 
         torch.set_num_threads(num_threads)
 
 
+class _Scaled(nn.Module):
+    """Saves 16 MiB, and has states of 16 MiB with AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2 * MIB))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x) * self.weight
+
+
+def phases(directory: Path, nbytes: int, *, steps: int = 3) -> dict[str, dict[str, float]]:
+    """Return the MB per step that activations and states move in each phase, so many bytes of each, and the stalls."""
+    model = nn.Sequential(*(_Scaled() for _ in range(nbytes // (16 * MIB))))
+    policy = OffloadPolicy(activations="offload", optimizer_states="offload")
+    hardware = HardwareProfile(paths=directory, allow_unsuitable_paths=True)
+    totals = {name: [0.0, 0.0, 0.0] for name in ("forward and backward", "update")}
+    with Offloader(policy=policy, hardware=hardware) as offloader:
+        offloader.register_module(model)
+        optimizer = offloader.offload_optimizer(torch.optim.AdamW(model.parameters()))
+
+        def counters() -> list[float]:
+            ours, states = offloader.stats, offloader.optimizer_stats[0]
+            moved = [ours.bytes_written + ours.bytes_read, states.written_bytes + states.read_bytes]
+            return [moved[0] / 1e6, moved[1] / 1e6, ours.stall_s + states.stall_s]
+
+        for step in range(steps + 1):
+            before = counters()
+            with offloader.saved_tensors():
+                loss = model(torch.ones(2 * MIB)).sum()
+            loss.backward()
+            offloader.end_backward()
+            between = counters()
+            optimizer.step()
+            optimizer.zero_grad()
+            for row, begin, end in zip(totals.values(), (before, between), (between, counters()), strict=True):
+                if step:  # the first one lays the states out
+                    row[:] = [total + (b - a) / steps for total, a, b in zip(row, begin, end, strict=True)]
+    return {
+        name: dict(zip(("activations_mb", "states_mb", "stall_s"), row, strict=True)) for name, row in totals.items()
+    }
+
+
 def changes(
     drives: Sequence[tuple[Path, str]], limit: Callable[[str, float], None], *, rate: float, total: int
 ) -> dict[str, dict[str, float]]:
@@ -236,6 +280,8 @@ def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str,
                 gc.collect()  # what the optimizer was given back is mapped from the drives
                 samples.setdefault(("states", name), []).append((both, both))
                 print(f"{'states':8s} {name:12s} {both:6.0f} MB/s", flush=True)
+        phased = phases(drives[0][0], total)
+        gc.collect()
         changed = changes(
             drives[:2],
             lambda device, mb_per_s: _limit(group.directory, device, int(mb_per_s * 1e6)),
@@ -252,7 +298,7 @@ def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str,
             "write_over_one": statistics.median(ratios[0]),
             "read_over_one": statistics.median(ratios[1]),
         }
-    return table | {"changes": changed}
+    return table | {"phases": phased, "changes": changed}
 
 
 def _limit(group: Path, device: str, bytes_per_s: int) -> None:
@@ -279,6 +325,9 @@ def show(table: dict[str, Any]) -> None:
                 f"| {kind} | {name} | {row['write_mb_per_s']:.0f} | {row['write_over_one']:.2f} "
                 f"| {row['read_mb_per_s']:.0f} | {row['read_over_one']:.2f} |"
             )
+    print("\n| one drive, in | activations MB | states MB | stalls s |\n|---|---|---|---|")
+    for name, row in table["phases"].items():
+        print(f"| {name} | {row['activations_mb']:.0f} | {row['states_mb']:.0f} | {row['stall_s']:.2f} |")
     print("\n| of two drives | first write | first read | later writes | later reads |\n|---|---|---|---|---|")
     for name, row in table["changes"].items():
         print(f"| {name} | {' | '.join(f'{value:.2f}' for value in row.values())} |")

@@ -1,5 +1,7 @@
 """How much of an optimizer's states is in memory: a small part, what host memory is given for, and no more."""
 
+import time
+
 import pytest
 import torch
 

@@ -4,6 +4,7 @@ The server talks through a pair of sockets, so that no port, no key and no daemo
 moment, as real ones end.
 """
 
+import gc
 import os
 import shutil
 import socket
@@ -14,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import StorageError, UnsuitablePathError
+from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S
 from tests.support.weight_loops import Loop, batches, same
 
+MIB = 1 << 20
 _SERVERS = (
     Path("/usr/lib/openssh/sftp-server"),
     Path("/usr/libexec/openssh/sftp-server"),
@@ -68,11 +72,12 @@ def _wait_for(mount, client):
         time.sleep(0.05)
 
 
-def offloader_in(directory):
+def offloader_in(*directories):
     policy = OffloadPolicy(activations="offload", min_tensor_bytes="64KiB", optimizer_states="offload")
-    return Offloader(policy=policy, hardware=HardwareProfile(paths=directory, allow_unsuitable_paths=True))
+    return Offloader(policy=policy, hardware=HardwareProfile(paths=directories, allow_unsuitable_paths=True))
 
 
+@pytest.mark.usefixtures("small_subgroups")
 def test_it_is_refused_by_name_and_allowed_it_trains_to_the_same_bits_in_private_files(remote):
     with (
         pytest.raises(UnsuitablePathError, match=r"lies on fuse\.sshfs, a network file system"),
@@ -89,10 +94,30 @@ def test_it_is_refused_by_name_and_allowed_it_trains_to_the_same_bits_in_private
         assert files, "nothing lies behind the server: the test does not test what it says"
         assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     del loop  # the optimizer's states live on in its file, mapped, as long as somebody can ask for them
+    gc.collect()
     deadline_s = time.monotonic() + PATIENCE_S
     while left := [path for path in remote.behind.rglob("*") if path.is_file()]:  # removed after their close
         assert time.monotonic() < deadline_s, left
         time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("small_subgroups")
+def test_beside_a_local_drive_it_takes_a_part(remote, spill_dir):
+    """It is named as any other directory, and its workers take as many chunks as it has time for."""
+    plain = Loop().run(3)
+    with offloader_in(spill_dir, remote.mount) as offloader:
+        loop = Loop(offloader).run(3)
+        assert same(loop.result(), plain.result())
+        tier = offloader._parts.tiers.ssd
+        owners = [Owner(random_storage(MIB, seed)) for seed in range(64)]
+        for owner in owners:
+            tier.write(owner, MIB, None, label="a chunk")
+        tier.flush()
+        assert min(tier.written_bytes()) > 0
+        for owner in owners:
+            tier.read(owner, owner.place, torch.device("cpu"), urgent=True).wait()
+            assert owner.is_right()
+            tier.free(owner.place)
 
 
 def test_a_server_that_dies_ends_the_step_with_the_read_that_failed(remote):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,9 +13,12 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd.errors import StorageError
 from recipes.benchmarks.drives import loop_drives, take_away
 
-NUM_STEPS, GOES_IN = 5, 2
+NUM_STEPS, GOES_IN = 4, 1
+MIDDLE = 6
+"""Number of a layer."""
 
 
 @pytest.fixture
@@ -28,26 +31,86 @@ def drives(tmp_path: Path) -> Iterator[list[Path]]:
         yield [directory for directory, _ in found]
 
 
-def loss_of(model: nn.Module, number: int) -> torch.Tensor:
-    return model(torch.randn(4096, 512, generator=torch.Generator().manual_seed(number))).square().mean()
+class Training:
+    """Steps of a model with its activations on drives, and of its copy without."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.mine = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())))
+        self.plain = copy.deepcopy(self.mine)
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.mine, self.plain)]
+
+    def step(
+        self, offloader: Offloader, number: int, moment: str = "", happens: Callable[[], None] = lambda: None
+    ) -> None:
+        """Train one step; in a moment of it something happens."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        batch = x = torch.randn(4096, 256, generator=torch.Generator().manual_seed(number))
+        with offloader.saved_tensors():
+            for index, layer in enumerate(self.mine):
+                x = layer(x)
+                if index == MIDDLE and moment == "forward":
+                    happens()
+                elif index == MIDDLE and moment == "backward":
+                    x.register_hook(lambda gradient: happens())
+            loss = x.square().mean()
+        if moment == "between":
+            offloader.flush()
+            happens()
+        loss.backward()
+        offloader.end_backward()
+        self.plain(batch).square().mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def check(self) -> None:
+        """Compare the weights."""
+        for mine, plain in zip(self.mine.parameters(), self.plain.parameters(), strict=True):
+            assert torch.equal(mine, plain)
+
+
+def opened(drives: list[Path]) -> Offloader:
+    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
+    return Offloader(policy=policy, hardware=HardwareProfile(paths=drives))
 
 
 def test_a_drive_that_goes_between_steps_costs_no_bit(drives: list[Path]) -> None:
-    torch.manual_seed(0)
-    mine = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU())))
-    plain = copy.deepcopy(mine)
-    ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (mine, plain))
-    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=drives)) as offloader:
+    training = Training()
+    with opened(drives) as offloader:
         for number in range(NUM_STEPS):
             if number == GOES_IN:
                 take_away(drives[1])
-            with offloader.saved_tensors():
-                loss = loss_of(mine, number)
-            loss.backward()
-            offloader.end_backward()
-            loss_of(plain, number).backward()
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), plain.parameters(), strict=True))
+            training.step(offloader, number)
+    training.check()
+
+
+@pytest.mark.parametrize("moment", ["forward", "between", "backward"])
+def test_a_drive_that_goes_within_a_step_is_named_where_its_bytes_are_missed(moment: str, drives: list[Path]) -> None:
+    """The step then ends before an update, and training goes on from there without that drive."""
+    training, lost_bytes, error = Training(), 0, None
+
+    def goes() -> None:
+        nonlocal lost_bytes
+        take_away(drives[1])
+        tier = offloader._parts.tiers.ssd
+        assert tier is not None
+        lost_bytes = tier._arenas[1].used_bytes
+
+    with ExitStack() as stack:
+        offloader = stack.enter_context(opened(drives))
+        for number in range(GOES_IN):
+            training.step(offloader, number)
+        try:
+            training.step(offloader, GOES_IN, moment, goes)
+        except StorageError as raised:
+            error = str(raised)
+            offloader.abort()
+    training.check()
+    assert error is None or str(drives[1]) in error
+    if moment == "between":
+        assert (error is not None) == (lost_bytes > 0)
+    with opened(drives[:1]) as offloader:
+        for number in range(GOES_IN + (error is None), NUM_STEPS):
+            training.step(offloader, number)
+    training.check()
