@@ -57,7 +57,8 @@ def test_every_option_is_the_one_of_the_recipes(group: str, tmp_path: Path) -> N
     options = [option for option in SCHEMA.groups[group] if option != "none"]
     assert sorted(path.stem for path in (CONF / "lightning_ssd" / group).glob("*.yaml")) == options
     for option in options:
-        ours, _ = SCHEMA.compose([f"{group}={option}", f"output_dir={tmp_path}"])
+        with initialize_config_dir(str(SCHEMA.config_dir), version_base="1.3"):
+            ours = compose(SCHEMA.config_name, [f"{group}={option}"])
         theirs = composed(tmp_path, f"lightning_ssd/{group}={option}")
         assert OmegaConf.to_container(theirs[group]) == OmegaConf.to_container(ours[group]), option
         assert "strategy" in theirs.trainer

@@ -171,6 +171,7 @@ def test_with_a_key_it_is_sent_and_a_refusal_is_an_error(tmp_path: Path, monkeyp
     assert "--entity and an existing --project, or give --offline" in told
 
 
+@pytest.mark.exhaustive  # W&B and its workspaces take 14 s to load
 def test_without_a_key_nothing_is_sent(tmp_path: Path) -> None:
     """In a process of its own: whoever asks W&B for a key settles for this process whether it is online."""
     pytest.importorskip("wandb_workspaces", reason="needs the extra `report`")

@@ -31,6 +31,7 @@ from tests.support.helpers import (
     open_offloader,
     outcome,
 )
+from tests.support.pairs import each_once
 from tests.support.trainers import LIGHTNING_NOISE, Net, fit, offload_strategy, result
 
 checkpoint = torch.utils.checkpoint.checkpoint
@@ -161,9 +162,7 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
 BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
 
 
-@pytest.mark.parametrize("activations", ["auto", "offload", "recompute_offload"])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", MAKE)
+@each_once("kind, reentrant, activations", MAKE, [False, True], ["auto", "offload", "recompute_offload"])
 def test_inputs_of_blocks_that_transformers_checkpoints_leave_in_the_trainer(
     kind: str, reentrant: bool, activations: str, spill_dir: Path
 ) -> None:

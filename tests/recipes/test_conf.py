@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -54,11 +56,22 @@ def test_a_file_opens_with_what_it_is_and_commands_that_work() -> None:
             assert named or path.parent == CONFIG_DIR, command
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda word: word)
-def test_every_option_is_composed_and_built(group: str, option: str, tmp_path: Path) -> None:
+def rows() -> Iterator[dict[str, str]]:
+    """Every option once at least: those of independent groups side by side, since composing takes a second."""
+    groups = {group: [option for other, option in OPTIONS if other == group] for group, _ in OPTIONS}
+    for group in ("experiment", "offload", "trainer"):
+        yield from ({group: option} for option in groups.pop(group))
+    for turn in range(max(map(len, groups.values()))):
+        yield {group: options[turn % len(options)] for group, options in groups.items()}
+
+
+@pytest.mark.parametrize("row", list(rows()), ids=lambda row: " ".join(row.values()))
+def test_every_option_is_composed_and_built(row: dict[str, str], tmp_path: Path) -> None:
     # One device, because the machine of a test need not have those of the machine that is described.
-    config = compose([f"{group}={option}", "data.batch_size=2", "trainer.devices=1"], tmp_path)
-    if option == "pretrained":
+    words = [*(f"{group}={option}" for group, option in row.items()), "data.batch_size=2", "trainer.devices=1"]
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        config = hydra_compose(SCHEMA.config_name, [*words, f"output_dir={tmp_path}"])
+    if row.get("model") == "pretrained":
         save_tiny("gpt2", tmp_path / "model")
         config.model.path = str(tmp_path / "model")
     SCHEMA.check_config(config)
@@ -76,8 +89,8 @@ def test_every_option_is_composed_and_built(group: str, option: str, tmp_path: P
             build()
         return
     trainer = build()
-    expected = {("offload", "none"): SingleDeviceStrategy, ("offload", "fsdp"): lightning_ssd.SSDOffloadFSDPStrategy}
-    assert type(trainer.strategy) is expected.get((group, option), lightning_ssd.SSDOffloadStrategy)
+    expected = {"none": SingleDeviceStrategy, "fsdp": lightning_ssd.SSDOffloadFSDPStrategy}
+    assert type(trainer.strategy) is expected.get(row.get("offload", "auto"), lightning_ssd.SSDOffloadStrategy)
     assert trainer.loggers == loggers
     assert set(callbacks) <= set(trainer.callbacks)
 

@@ -7,10 +7,7 @@ globals().update(
         "tests.strategies.test_fabric",
         by_default=(
             "test_by_name_with_all_defaults",
-            "test_two_models_with_an_optimizer_each",
-            "test_schedulers_closures_and_autocast",
             "test_checkpoints_go_from_and_to_plain_fabric",
-            "test_one_device_is_what_it_is_without_us",
         ),
     )
 )
