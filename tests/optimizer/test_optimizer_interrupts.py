@@ -9,13 +9,7 @@ import torch
 
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.support.interrupted_points import PointsIn
-from tests.support.optimizer_pairs import (
-    Pair,
-    adamw,
-    assert_same_states,
-    offloaded,
-    opened,
-)
+from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, offloaded, opened
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
