@@ -1,13 +1,10 @@
 """What every test gets: a clean environment, no leaked threads, few torch threads, and a directory on a real disk."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +14,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from tests.support.state_stores import Drive
+    pass
 
 # A shell lets its background jobs ignore Ctrl-C, and so would every process that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -69,7 +66,7 @@ _IMPORTED_WITH_TRANSFORMERS = (
 )
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     # PyTorch looks once, at the first call of cuBLAS, whether this allows deterministic operations, which tests on
     # CUDA may ask for later on. On a CPU it means nothing.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -87,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_heap() -> None:
+def small_heap():
     """Tests collect garbage often; what is there before those of a file begin need not be looked at each time.
 
     The imports of all files are several times what a test makes, and tests themselves import more.
@@ -97,7 +94,7 @@ def small_heap() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_leaked_environment() -> Iterator[None]:
+def no_leaked_environment():
     """A test that changes the environment for good fails, and the next one does not see it."""
     before = dict(os.environ)
     yield
@@ -114,7 +111,7 @@ def no_leaked_environment() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def determinism_put_back() -> Iterator[None]:
+def determinism_put_back():
     """Trainer(deterministic=True), and recipes on CUDA, set it for the rest of the process."""
     mode = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -124,14 +121,14 @@ def determinism_put_back() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_subgroups(monkeypatch):
     """So that there are many more than fit into memory, and a step is many calls."""
     monkeypatch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 64 << 10)
     monkeypatch.setattr("lightning_ssd.optimizer.step.subgroups.GRANULE", 1024)
 
 
 @pytest.fixture(autouse=True)
-def no_leaked_threads() -> Iterator[None]:
+def no_leaked_threads():
     """A test that leaves one of our threads behind fails."""
     before = set(threading.enumerate())
     yield
@@ -142,7 +139,7 @@ def no_leaked_threads() -> Iterator[None]:
         leaked[0].join(timeout=0.05)
 
 
-def _file_system(path: Path) -> str:
+def _file_system(path):
     """Type of the file system that holds ``path``."""
     best, kind = "", "unknown"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -154,7 +151,7 @@ def _file_system(path: Path) -> str:
 
 
 @pytest.fixture
-def spill_dir(tmp_path: Path) -> Path:
+def spill_dir(tmp_path):
     """A directory where spill files may lie; skips where temporary files are kept in memory."""
     kind = _file_system(tmp_path.resolve())
     if kind in _MEMORY_FILE_SYSTEMS:
@@ -162,7 +159,7 @@ def spill_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Tests marked ``gpu`` need a CUDA device."""
     if torch.cuda.is_available():
         return
@@ -174,13 +171,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+def small_disk(tmp_path):
     """Mounts an ext4 of so many MiB, in a file, and gives its directory."""
     from recipes.faults.run import own_disk
 
     with ExitStack() as stack:
 
-        def make(mebibytes: int) -> Path:
+        def make(mebibytes):
             directory, why_not = stack.enter_context(own_disk(tmp_path, mebibytes))
             if why_not:
                 pytest.skip(f"no file system of its own here: {why_not}")
@@ -190,7 +187,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Drive:
+def drive(tmp_path):
     """For a store of optimizer states, in the test's directory."""
     # Not above: the helpers behind it freeze what the imports of a test file have made, and few have been made by then.
     from tests.support.state_stores import Drive
@@ -199,7 +196,7 @@ def drive(tmp_path: Path) -> Drive:
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def forks(tmp_path_factory):
     """The command before ``-m WORKER`` or ``-c CODE`` of processes that need no seconds of imports each."""
     from tests.support.forked import forks_of
 
@@ -209,7 +206,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def forked_workers(forks: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def forked_workers(forks, monkeypatch):
     """Workers of benchmarks are forks, but for those that have to begin in a control group.
 
     Gives the statements that each of them begins with, none at first.
@@ -218,7 +215,7 @@ def forked_workers(forks: list[str], monkeypatch: pytest.MonkeyPatch) -> list[st
 
     begin, statements = bench_child._command, []
 
-    def command(module: str, procs: Path | None) -> Sequence[str]:
+    def command(module, procs):
         if procs is not None:
             return begin(module, procs)
         if not statements:

@@ -1,11 +1,6 @@
 """Default device and modes are the user's: what we make in the host's memory is made there all the same."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,14 +12,14 @@ WIDTH, BATCH = 128, 512
 
 
 @pytest.fixture
-def elsewhere() -> Iterator[None]:
+def elsewhere():
     """Tensors are made on a device with no memory, where nobody says another one; a GPU stands there with users."""
     torch.set_default_device("meta")
     yield
     torch.set_default_device(None)
 
 
-def weights(offloader: Offloader | None, mode: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Any:
+def weights(offloader, mode=nullcontext):
     """Train; return weights and states. An offloader is opened in this mode, and closed in it."""
     generator = torch.Generator().manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH, device="cpu") for _ in range(3)]
@@ -32,7 +27,7 @@ def weights(offloader: Offloader | None, mode: Callable[[], AbstractContextManag
         layer.weight.data.normal_(0, 0.1, generator=generator)
         layer.bias.data.zero_()
     network, batch = torch.nn.Sequential(*layers), torch.randn(BATCH, WIDTH, device="cpu", generator=generator)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(network.parameters())
+    optimizer = torch.optim.AdamW(network.parameters())
     if offloader is not None:
         with mode():
             offloader.open(network)
@@ -58,7 +53,7 @@ def weights(offloader: Offloader | None, mode: Callable[[], AbstractContextManag
     return [parameter.detach() for parameter in network.parameters()], optimizer.state_dict()
 
 
-def check(spill_dir: Path, mode: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+def check(spill_dir, mode=nullcontext):
     policy = OffloadPolicy(
         activations="auto", activation_budget=2 * BATCH * WIDTH * 4, min_tensor_bytes=0, optimizer_states="offload"
     )
@@ -70,12 +65,10 @@ def check(spill_dir: Path, mode: Callable[[], AbstractContextManager[Any]] = nul
     assert not any(value.is_inference() for value in values)
 
 
-def test_moving_does_not_depend_on_it(spill_dir: Path, elsewhere: None) -> None:
+def test_moving_does_not_depend_on_it(spill_dir, elsewhere):
     check(spill_dir)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_nor_on_the_mode_in_which_it_is_opened_and_closed(
-    mode: Callable[[], AbstractContextManager[Any]], spill_dir: Path
-) -> None:
+def test_nor_on_the_mode_in_which_it_is_opened_and_closed(mode, spill_dir):
     check(spill_dir, mode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,13 +12,13 @@ from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
-def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def fork(tmp_path_factory):
     with forks_of(tmp_path_factory.mktemp("forks"), "json.tool") as command:
         yield command
 
 
-def run(*command: str, **more: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, **more)  # type: ignore[call-overload,no-any-return]
+def run(*command, **more):
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, **more)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ def test_it_ends_as_a_process_of_its_own(fork: list[str], code: str, status: int
     assert text in done.stderr
 
 
-def test_processes_that_it_starts_are_forks_too(fork: list[str]) -> None:
+def test_processes_that_it_starts_are_forks_too(fork):
     """But for those with options of the interpreter."""
     code = "import sys; print('json.tool' in sys.modules)"
     start = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True)"
@@ -64,7 +63,7 @@ for other in others:
 """
 
 
-def test_an_interrupt_reaches_it_and_what_it_has_started(fork: list[str]) -> None:
+def test_an_interrupt_reaches_it_and_what_it_has_started(fork):
     caller = subprocess.Popen([*fork, "-c", WAITS, WAITS], stdout=subprocess.PIPE, text=True)
     assert caller.stdout is not None
     assert [caller.stdout.readline() for _ in range(2)] == ["waits\n"] * 2

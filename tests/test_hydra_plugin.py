@@ -1,7 +1,5 @@
 """Our options in Hydra applications of other people, and how little these pay for it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess
@@ -36,13 +34,13 @@ trainer:
 """
 
 
-def composed(directory: Path, *overrides: str):
+def composed(directory, *overrides):
     (directory / "config.yaml").write_text(PRIMARY)
     with initialize_config_dir(str(directory), version_base="1.3"):
         return compose("config", list(overrides))
 
 
-def test_an_application_takes_our_options(tmp_path: Path) -> None:
+def test_an_application_takes_our_options(tmp_path):
     config = composed(tmp_path, "lightning_ssd/offload=ssd", "offload.min_tensor_bytes=64KiB", "hardware.paths=[here]")
     trainer = instantiate(config.trainer, _convert_="all")
     assert isinstance(trainer.strategy, lightning_ssd.SSDOffloadStrategy)
@@ -52,12 +50,13 @@ def test_an_application_takes_our_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("group", ["offload", "hardware"])
-def test_every_option_is_the_one_of_the_recipes(group: str, tmp_path: Path) -> None:
+def test_every_option_is_the_one_of_the_recipes(group, tmp_path):
     # "none" is plain Lightning, and takes our callback from the recipes' own group.
     options = [option for option in SCHEMA.groups[group] if option != "none"]
     assert sorted(path.stem for path in (CONF / "lightning_ssd" / group).glob("*.yaml")) == options
     for option in options:
-        ours, _ = SCHEMA.compose([f"{group}={option}", f"output_dir={tmp_path}"])
+        with initialize_config_dir(str(SCHEMA.config_dir), version_base="1.3"):
+            ours = compose(SCHEMA.config_name, [f"{group}={option}"])
         theirs = composed(tmp_path, f"lightning_ssd/{group}={option}")
         assert OmegaConf.to_container(theirs[group]) == OmegaConf.to_container(ours[group]), option
         assert "strategy" in theirs.trainer
@@ -92,14 +91,14 @@ OFFLOADS, HARDWARES = (
 TOGETHER = [["+lightning_ssd/offload=ssd", hardware] for hardware in HARDWARES]
 
 
-def of_a_stranger(directory: Path, overrides: list[str]):
+def of_a_stranger(directory, overrides):
     (directory / "config.yaml").write_text(STRANGER)
     with initialize_config_dir(str(directory), version_base="1.3"):
         return compose("config", overrides, return_hydra_config=True)
 
 
 @pytest.mark.parametrize("overrides", [*([word] for word in OFFLOADS + HARDWARES), TOGETHER[0]], ids=" ".join)
-def test_an_option_changes_nothing_but_our_keys(overrides: list[str], tmp_path: Path) -> None:
+def test_an_option_changes_nothing_but_our_keys(overrides, tmp_path):
     before, after = (OmegaConf.to_container(of_a_stranger(tmp_path, words), resolve=False) for words in ([], overrides))
     strategy = after["trainer"].pop("strategy", None)
     ours = {key: after.pop(key) for key in ("offload", "hardware", "machine") if key in after}
@@ -113,7 +112,7 @@ def test_an_option_changes_nothing_but_our_keys(overrides: list[str], tmp_path: 
 
 
 @pytest.mark.parametrize("overrides", [[OFFLOADS[0]], *TOGETHER[:2]], ids=" ".join)
-def test_a_profile_reaches_the_strategy_and_is_not_needed(overrides: list[str], tmp_path: Path) -> None:
+def test_a_profile_reaches_the_strategy_and_is_not_needed(overrides, tmp_path):
     config = of_a_stranger(tmp_path, overrides)
     given = len(overrides) > 1
     expected = instantiate(config.hardware, _convert_="all") if given else lightning_ssd.HardwareProfile()
@@ -151,7 +150,7 @@ TEMPLATE = {
 }
 
 
-def of_the_template(directory: Path, words: list[str], defaults: str = ""):
+def of_the_template(directory, words, defaults=""):
     for name, text in TEMPLATE.items():
         (directory / name).parent.mkdir(exist_ok=True)
         text = textwrap.dedent(text).lstrip()
@@ -174,7 +173,7 @@ NAMED = (", {lightning_ssd/offload: null}", "")
     ],
     ids=str,
 )
-def test_one_override_changes_the_strategy_alone(trainer: list[str], defaults: str, plus: str, tmp_path: Path) -> None:
+def test_one_override_changes_the_strategy_alone(trainer, defaults, plus, tmp_path):
     ours = f"{plus}lightning_ssd/offload=ssd"
     words = [[*trainer, ours], [ours, *trainer]]
     before = OmegaConf.to_container(of_the_template(tmp_path, trainer, defaults))
@@ -190,7 +189,7 @@ def test_one_override_changes_the_strategy_alone(trainer: list[str], defaults: s
         assert after == expected
 
 
-def commands() -> list[list[str]]:
+def commands():
     """The command lines of the page, each with its overrides; of a sweep the last option."""
     page = (REPOSITORY / "docs" / "your_application.md").read_text(encoding="utf-8")
     lines = re.findall(r"^python train\.py (.+)$", page, re.MULTILINE)
@@ -198,7 +197,7 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_the_commands_of_the_page(words: list[str], tmp_path: Path) -> None:
+def test_the_commands_of_the_page(words, tmp_path):
     is_named = not any(word.startswith("+") for word in words)
     named = ", {lightning_ssd/offload: null}, {lightning_ssd/hardware: auto}" if is_named else ""
     trainer = instantiate(of_the_template(tmp_path, words, named).trainer, _convert_="all")
@@ -206,11 +205,11 @@ def test_the_commands_of_the_page(words: list[str], tmp_path: Path) -> None:
     assert trainer.strategy.policy.activations == "offload"
 
 
-def test_there_are_commands_on_the_page() -> None:
+def test_there_are_commands_on_the_page():
     assert len(commands()) >= 3
 
 
-def test_a_pytorch_lightning_application(tmp_path: Path) -> None:
+def test_a_pytorch_lightning_application(tmp_path):
     words = ["+lightning_ssd/offload=ssd", "trainer._target_=pytorch_lightning.Trainer"]
     trainer = instantiate(of_the_template(tmp_path, words).trainer, _convert_="all")
     assert isinstance(trainer.strategy, lightning_ssd.SSDOffloadStrategy)
@@ -218,7 +217,7 @@ def test_a_pytorch_lightning_application(tmp_path: Path) -> None:
     assert type(trainer.strategy).__module__.startswith("lightning_ssd.pytorch_lightning")
 
 
-def test_applications_that_do_not_use_us_load_nothing_of_ours() -> None:
+def test_applications_that_do_not_use_us_load_nothing_of_ours():
     code = """
         import sys
         from hydra.core.plugins import Plugins
@@ -226,9 +225,4 @@ def test_applications_that_do_not_use_us_load_nothing_of_ours() -> None:
         assert "LightningSSDSearchPath" in names, names
         assert not {"torch", "lightning", "lightning_ssd"} & set(sys.modules)
     """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        check=True,
-        cwd=REPOSITORY,
-        timeout=PATIENCE_S,
-    )
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=REPOSITORY, timeout=PATIENCE_S)

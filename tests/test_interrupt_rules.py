@@ -1,7 +1,5 @@
 """Python code that runs when something dies swallows Ctrl-C, and Python code under a lock may leave the lock taken."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -25,7 +23,7 @@ WORKERS_ONLY = {"tiers/read_priority.py": {"Condition"}}
 """Used by workers and by closing, where no interrupt comes (:mod:`lightning_ssd.common.interrupts`)."""
 
 
-def python_at_death(source: str) -> list[str]:
+def python_at_death(source):
     """Code of Python that runs when an object dies."""
     found = []
     tree = ast.parse(source)
@@ -49,7 +47,7 @@ def python_at_death(source: str) -> list[str]:
     return found
 
 
-def python_under_locks(source: str) -> set[str]:
+def python_under_locks(source):
     """Classes of ``threading`` that take a lock in Python code."""
     names = {ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)}
     # Events of PyTorch have the same name, and wait in C.
@@ -57,12 +55,12 @@ def python_under_locks(source: str) -> set[str]:
     return own & {"Condition", "Event", "Semaphore", "Barrier", "Queue"}
 
 
-def test_no_python_runs_when_something_dies() -> None:
+def test_no_python_runs_when_something_dies():
     found = {path: python_at_death(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
     assert {str(path.relative_to(PACKAGE)): what for path, what in found.items() if what} == {}
 
 
-def test_locks_of_python_are_for_workers() -> None:
+def test_locks_of_python_are_for_workers():
     found = {path: python_under_locks(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
     assert {str(path.relative_to(PACKAGE)): what for path, what in found.items() if what} == WORKERS_ONLY
 
@@ -76,6 +74,6 @@ def test_locks_of_python_are_for_workers() -> None:
         ("import weakref\nweakref.ref(a)\nweakref.ref(a, self._dead.append)", []),
     ],
 )
-def test_the_rule_can_fail(source: str, found: list[str]) -> None:
+def test_the_rule_can_fail(source, found):
     assert python_at_death(source) == found
     assert python_under_locks("import threading\nthreading.Condition(), queue.Queue()") == {"Condition", "Queue"}

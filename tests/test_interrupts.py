@@ -1,7 +1,5 @@
 """Ctrl-C at any moment: obeyed soon, with nothing left, and training may go on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -9,7 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytest
 
@@ -23,16 +21,16 @@ _SOON_S = 20.0
 class Interrupted(Protocol):
     """Runs the child, and gives what it tells; a hang is a failure of the child's own watch."""
 
-    def __call__(self, how: str, *options: object, timeout_s: float = 400) -> dict[str, Any]: ...
+    def __call__(self, how, *options, timeout_s=400): ...
 
 
 @pytest.fixture
-def interrupted(spill_dir: Path, forks: list[str]) -> Interrupted:
-    def run(how: str, *options: object, timeout_s: float = 400) -> dict[str, Any]:
+def interrupted(spill_dir, forks):
+    def run(how, *options, timeout_s=400):
         command = [*forks, "-m", "tests.support.interrupt_script", how, str(spill_dir), *map(str, options)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         assert done.returncode == 0, done.stderr[-8000:]
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(done.stdout.splitlines()[-1])
         assert found["faults"] == [], "\n".join(found["faults"])
         assert found["obeyed"] == found["interrupted"]
         return found
@@ -40,7 +38,7 @@ def interrupted(spill_dir: Path, forks: list[str]) -> Interrupted:
     return run
 
 
-def test_interrupts_at_random_moments_are_obeyed_and_leave_nothing(interrupted: Interrupted) -> None:
+def test_interrupts_at_random_moments_are_obeyed_and_leave_nothing(interrupted):
     assert interrupted("timer", "--num", 30, "--seed", 1)["interrupted"] == 30
 
 
@@ -48,13 +46,13 @@ def test_interrupts_at_random_moments_are_obeyed_and_leave_nothing(interrupted: 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3700)
 @pytest.mark.parametrize("seed", range(6))
-def test_three_thousand_of_them(seed: int, interrupted: Interrupted) -> None:
+def test_three_thousand_of_them(seed, interrupted):
     found = interrupted("timer", "--num", 500, "--seed", 100 + seed, timeout_s=3600)
     assert found["interrupted"] == 500
 
 
-@pytest.mark.parametrize("kind", _KINDS)
-def test_interrupts_at_chosen_points(kind: str, interrupted: Interrupted) -> None:
+@pytest.mark.parametrize("kind", ["budget", "everything", "recompute"])
+def test_interrupts_at_chosen_points(kind, interrupted):
     """One in sixty of the points at which Python looks for signals in our code."""
     assert interrupted("tracer", "--kinds", kind, "--share", 0, 60)["interrupted"] > 3
 
@@ -63,12 +61,12 @@ def test_interrupts_at_chosen_points(kind: str, interrupted: Interrupted) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3700)
 @pytest.mark.parametrize("kind", _KINDS)
-def test_interrupts_at_each_point(kind: str, interrupted: Interrupted) -> None:
+def test_interrupts_at_each_point(kind, interrupted):
     assert interrupted("tracer", "--kinds", kind, timeout_s=3600)["interrupted"] > 400
 
 
 @pytest.mark.parametrize(("how", "more"), [("ddp", "states"), ("trainer", "everything"), ("fabric", "everything")])
-def test_a_loop_of_lightning_ends_soon(how: str, more: str, spill_dir: Path, forks: list[str]) -> None:
+def test_a_loop_of_lightning_ends_soon(how, more, spill_dir, forks):
     """The signal goes to all processes of the run, as from a terminal."""
     # Lightning kills the other process at once, which as a fork would hear of the signal a moment too late to clean up.
     begin = [sys.executable] if how == "ddp" else forks
@@ -115,13 +113,13 @@ print(trial.go_on(), [t.name for t in threading.enumerate() if t.name.startswith
 )
 
 
-def test_a_cell_of_a_notebook_ends_soon_and_the_next_one_trains_on(spill_dir: Path) -> None:
+def test_a_cell_of_a_notebook_ends_soon_and_the_next_one_trains_on(spill_dir):
     jupyter = pytest.importorskip("jupyter_client.manager", reason="what notebooks need is not installed")
     kernel, client = jupyter.start_new_kernel(kernel_name="python3", cwd=str(Path(__file__).parent.parent))
-    told: list[str] = []
-    sent_s: list[float] = []
+    told = []
+    sent_s = []
 
-    def hook(message: dict[str, Any]) -> None:
+    def hook(message):
         told.append(str(message["content"].get("text", "")))
         if "training" in told[-1]:
             sent_s.append(time.monotonic())

@@ -1,16 +1,12 @@
 """The plain-PyTorch API: opening, closing, directories, numbers."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
 import resource
 import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +17,11 @@ from tests.support.offloader_steps import OFFLOAD_ALL, step
 from tests.support.patience import PATIENCE_S
 
 
-def our_threads() -> list[str]:
+def our_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_ssd")]
 
 
-def test_nothing_is_opened_before_open(spill_dir: Path) -> None:
+def test_nothing_is_opened_before_open(spill_dir):
     offloader = Offloader(hardware=HardwareProfile(paths=spill_dir / "new"))
     assert not offloader.is_open
     assert not our_threads()
@@ -34,7 +30,7 @@ def test_nothing_is_opened_before_open(spill_dir: Path) -> None:
         offloader.saved_tensors()
 
 
-def test_open_and_close_leave_nothing(spill_dir: Path) -> None:
+def test_open_and_close_leave_nothing(spill_dir):
     fds = len(os.listdir("/proc/self/fd"))
     offloader = Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir), subdirectory="rank-0")
     for _ in range(3):
@@ -47,7 +43,7 @@ def test_open_and_close_leave_nothing(spill_dir: Path) -> None:
         assert not list(spill_dir.iterdir())
 
 
-def test_stats_survive_close_and_begin_anew_with_open(spill_dir: Path) -> None:
+def test_stats_survive_close_and_begin_anew_with_open(spill_dir):
     offloader = Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir))
     with offloader:
         step(offloader)
@@ -56,11 +52,11 @@ def test_stats_survive_close_and_begin_anew_with_open(spill_dir: Path) -> None:
         assert offloader.stats.bytes_written == 0
 
 
-def test_directories_by_precedence(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_by_precedence(spill_dir, monkeypatch):
     by_variable, by_profile, by_default = spill_dir / "v", spill_dir / "p", spill_dir / "d"
 
-    def used(**kwargs: object) -> str:
-        with Offloader(policy=OFFLOAD_ALL, **kwargs) as offloader:  # type: ignore[arg-type]
+    def used(**kwargs):
+        with Offloader(policy=OFFLOAD_ALL, **kwargs) as offloader:
             return offloader.description
 
     monkeypatch.delenv("LIGHTNING_SSD_PATHS", raising=False)
@@ -70,10 +66,10 @@ def test_directories_by_precedence(spill_dir: Path, monkeypatch: pytest.MonkeyPa
     assert str(by_profile) in used(hardware=HardwareProfile(paths=[by_profile]), default_directory=by_default)
 
 
-def test_several_directories_share_the_storages(spill_dir: Path) -> None:
+def test_several_directories_share_the_storages(spill_dir):
     paths = [spill_dir / name for name in "abc"]
     with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=paths)) as offloader:
-        arenas = offloader._parts.tiers.ssd._arenas  # type: ignore[union-attr]
+        arenas = offloader._parts.tiers.ssd._arenas
         assert len({arena.path for arena in arenas}) == 3
         for _ in range(50):  # the worker that is free first takes what comes, so that a step may suit one of them
             step(offloader)
@@ -87,14 +83,9 @@ def test_several_directories_share_the_storages(spill_dir: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here to be refused")
 @pytest.mark.parametrize(
     ("policy", "subdirectory"),
-    [
-        (OFFLOAD_ALL, "lightning_ssd-0-rank-0"),
-        (OffloadPolicy(activations="keep", optimizer_states="offload"), ""),
-    ],
+    [(OFFLOAD_ALL, "lightning_ssd-0-rank-0"), (OffloadPolicy(activations="keep", optimizer_states="offload"), "")],
 )
-def test_a_refused_path_is_named_as_given_and_not_left_behind(
-    spill_dir: Path, policy: OffloadPolicy, subdirectory: str
-) -> None:
+def test_a_refused_path_is_named_as_given_and_not_left_behind(spill_dir, policy, subdirectory):
     refused = Path(f"/dev/shm/lightning_ssd_test_{os.getpid()}")
     hardware = HardwareProfile(paths=[spill_dir / "good" / "deep", refused])
     offloader = Offloader(policy=policy, hardware=hardware, subdirectory=subdirectory)
@@ -108,7 +99,7 @@ def test_a_refused_path_is_named_as_given_and_not_left_behind(
     assert not list(spill_dir.iterdir())
 
 
-def test_what_was_there_before_a_refusal_stays(spill_dir: Path) -> None:
+def test_what_was_there_before_a_refusal_stays(spill_dir):
     (spill_dir / "mine").mkdir()
     paths = [spill_dir / "mine", spill_dir / "new", spill_dir / "mine"]
     with pytest.raises(ConfigError, match="names a directory twice"):
@@ -117,9 +108,7 @@ def test_what_was_there_before_a_refusal_stays(spill_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("spelling", "subdirectory"), [("one", ""), ("sub/../one", "rank-0"), ("link", "")])
-def test_one_directory_is_not_two_drives(
-    spill_dir: Path, subdirectory: str, spelling: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_directory_is_not_two_drives(spill_dir, subdirectory, spelling, monkeypatch):
     for name in ("one", "sub"):
         (spill_dir / name).mkdir()
     (spill_dir / "link").symlink_to("one")
@@ -134,7 +123,7 @@ def test_one_directory_is_not_two_drives(
     assert not list((spill_dir / "one").iterdir())
 
 
-def test_two_directories_of_one_drive_are_told_of_once(spill_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_directories_of_one_drive_are_told_of_once(spill_dir, caplog):
     paths = [spill_dir / "a", spill_dir / "b"]
     policy = OffloadPolicy(activations="offload", optimizer_states="offload")
     for allowed, num_told in ((True, 0), (False, 1)):
@@ -146,7 +135,7 @@ def test_two_directories_of_one_drive_are_told_of_once(spill_dir: Path, caplog: 
     assert told[0].startswith(f"{paths[0]} and {paths[1]} lie on one file system, so that they are one drive")
 
 
-def test_keep_counts_and_opens_nothing() -> None:
+def test_keep_counts_and_opens_nothing():
     with Offloader(policy=OffloadPolicy(activations="keep", min_tensor_bytes=0)) as offloader:
         step(offloader)
         stats = offloader.stats
@@ -156,7 +145,7 @@ def test_keep_counts_and_opens_nothing() -> None:
     assert stats.bytes_written == stats.resident_bytes == 0
 
 
-def test_metrics_are_drained_once(spill_dir: Path) -> None:
+def test_metrics_are_drained_once(spill_dir):
     with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir)) as offloader:
         step(offloader)
         first, second = offloader.drain_metrics(), offloader.drain_metrics()
@@ -166,8 +155,8 @@ def test_metrics_are_drained_once(spill_dir: Path) -> None:
 
 
 @pytest.fixture
-def run_child(forks: list[str]) -> Callable[[str], str]:
-    def run(program: str) -> str:
+def run_child(forks):
+    def run(program):
         command = [*forks, "-c", program]
         child = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         assert child.returncode == 0, child.stderr
@@ -176,7 +165,7 @@ def run_child(forks: list[str]) -> Callable[[str], str]:
     return run
 
 
-def test_dropped_unclosed_under_the_accounting_lock(spill_dir: Path, run_child: Callable[[str], str]) -> None:
+def test_dropped_unclosed_under_the_accounting_lock(spill_dir, run_child):
     """The garbage collector may find a forgotten offloader while we hold a lock that its workers wait for."""
     out = run_child(f"""
 import faulthandler, gc, torch, lightning_ssd as s
@@ -204,7 +193,7 @@ print("ended")
     assert out == "ended\n"
 
 
-def test_fork_says_so_instead_of_waiting(spill_dir: Path, run_child: Callable[[str], str]) -> None:
+def test_fork_says_so_instead_of_waiting(spill_dir, run_child):
     """A child has no workers: it must neither hang nor touch the parent's files."""
     out = run_child(f"""
 import faulthandler, os, torch, lightning_ssd as s
@@ -234,7 +223,7 @@ print(offloader.stats.bytes_read > 0)
     assert out == "True\n"
 
 
-def test_a_module_that_is_registered_again_is_watched_once(spill_dir: Path) -> None:
+def test_a_module_that_is_registered_again_is_watched_once(spill_dir):
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
     with Offloader(policy=OffloadPolicy(activations="recompute"), hardware=HardwareProfile(paths=spill_dir)) as opened:
@@ -246,7 +235,7 @@ def test_a_module_that_is_registered_again_is_watched_once(spill_dir: Path) -> N
     assert not any("forward" in block.__dict__ for block in model.layers)
 
 
-def test_a_module_on_a_gpu_and_an_offloader_for_the_cpu(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_on_a_gpu_and_an_offloader_for_the_cpu(spill_dir, monkeypatch):
     """Opened before it knew of any module, it would move nothing and say nothing."""
     hardware = HardwareProfile(paths=spill_dir, allow_unsuitable_paths=True)
     with Offloader(hardware=hardware) as offloader:
@@ -258,7 +247,7 @@ def test_a_module_on_a_gpu_and_an_offloader_for_the_cpu(spill_dir: Path, monkeyp
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])
-def test_a_pass_begins_without_a_file_descriptor_to_be_had(activations: Any, spill_dir: Path) -> None:
+def test_a_pass_begins_without_a_file_descriptor_to_be_had(activations, spill_dir):
     policy = OffloadPolicy(activations=activations, min_tensor_bytes=0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir, host_memory=0)) as offloader:
@@ -271,7 +260,7 @@ def test_a_pass_begins_without_a_file_descriptor_to_be_had(activations: Any, spi
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_plan_is_not_made_without_knowing_what_is_in_memory(spill_dir: Path) -> None:
+def test_a_plan_is_not_made_without_knowing_what_is_in_memory(spill_dir):
     """What else is in memory would count as nothing, so that a budget would be exceeded."""
     policy = OffloadPolicy(activations="auto", memory_budget="1TiB", min_tensor_bytes=0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,11 +1,6 @@
 """What users forget or mix up in a plain loop, and what they are told."""
 
-from __future__ import annotations
-
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +20,7 @@ from lightning_ssd.errors import ConfigError, UnsuitablePathError
 from tests.support.offloader_steps import OFFLOAD_ALL, step
 
 
-def forgetful(offloader: Offloader, num_passes: int, *, end_each: int = 1 << 30) -> None:
+def forgetful(offloader, num_passes, *, end_each=1 << 30):
     x = torch.randn(300, 300, requires_grad=True)
     for index in range(num_passes):
         with offloader.saved_tensors():
@@ -37,7 +32,7 @@ def forgetful(offloader: Offloader, num_passes: int, *, end_each: int = 1 << 30)
         x.exp().sin()
 
 
-def test_backwards_that_nobody_ends_are_told_of_once(spill_dir: Path) -> None:
+def test_backwards_that_nobody_ends_are_told_of_once(spill_dir):
     hardware = HardwareProfile(paths=spill_dir)
     with Offloader(policy=OffloadPolicy(min_tensor_bytes=0), hardware=hardware) as offloader:
         with pytest.warns(
@@ -48,10 +43,10 @@ def test_backwards_that_nobody_ends_are_told_of_once(spill_dir: Path) -> None:
         assert caught[0].filename == __file__
         assert "Call offloader.end_backward() after each loss.backward()" in str(caught[0].message)
         forgetful(offloader, 300)
-        assert len(offloader._cache._passes._finished) <= 256  # type: ignore[union-attr]
+        assert len(offloader._cache._passes._finished) <= 256
 
 
-def test_whoever_ends_backwards_is_told_nothing(spill_dir: Path) -> None:
+def test_whoever_ends_backwards_is_told_nothing(spill_dir):
     hardware = HardwareProfile(paths=spill_dir)
     with Offloader(policy=OffloadPolicy(min_tensor_bytes=0), hardware=hardware) as offloader:
         forgetful(offloader, 30, end_each=4)
@@ -75,9 +70,7 @@ def test_whoever_ends_backwards_is_told_nothing(spill_dir: Path) -> None:
         ({"max_slowdown": 1.5}, None),
     ],
 )
-def test_a_slowdown_without_effect_is_told_of(
-    settings: dict[str, Any], told: str | None, spill_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_slowdown_without_effect_is_told_of(settings, told, spill_dir, caplog):
     with Offloader(policy=OffloadPolicy(**settings), hardware=HardwareProfile(paths=spill_dir)):
         pass
     assert caplog.text.count("has no effect") == (told is not None)
@@ -88,7 +81,7 @@ def test_a_slowdown_without_effect_is_told_of(
 STATES = OffloadPolicy(activations="keep", optimizer_states="offload")
 
 
-def test_an_optimizer_that_was_never_offloaded_is_told_of(spill_dir: Path) -> None:
+def test_an_optimizer_that_was_never_offloaded_is_told_of(spill_dir):
     offloader = Offloader(policy=STATES, hardware=HardwareProfile(paths=spill_dir)).open()
     step(offloader)
     with pytest.warns(UserWarning, match=r"moved nothing.*offloader\.offload_optimizer\(optimizer\) before") as caught:
@@ -99,7 +92,7 @@ def test_an_optimizer_that_was_never_offloaded_is_told_of(spill_dir: Path) -> No
         step(offloader)
 
 
-def test_an_optimizer_that_is_stepped_past_the_wrapper_is_told_of(spill_dir: Path) -> None:
+def test_an_optimizer_that_is_stepped_past_the_wrapper_is_told_of(spill_dir):
     parameter = torch.nn.Parameter(torch.ones(9))
     optimizer = torch.optim.Adam([parameter])
     offloader = Offloader(policy=STATES, hardware=HardwareProfile(paths=spill_dir)).open()
@@ -111,7 +104,7 @@ def test_an_optimizer_that_is_stepped_past_the_wrapper_is_told_of(spill_dir: Pat
         offloader.close()
 
 
-def test_nothing_is_told_where_no_optimizer_was_missed(spill_dir: Path) -> None:
+def test_nothing_is_told_where_no_optimizer_was_missed(spill_dir):
     hardware = HardwareProfile(paths=spill_dir)
     with Offloader(policy=STATES, hardware=hardware):
         pass
@@ -142,28 +135,26 @@ def test_nothing_is_told_where_no_optimizer_was_missed(spill_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"policy": "offload"}, {"hardware": "/tmp"}])
-def test_wrong_types_say_what_to_write(wrong: dict[str, str]) -> None:
+def test_wrong_types_say_what_to_write(wrong):
     with pytest.raises(ConfigError, match=r"for example (OffloadPolicy|HardwareProfile)"):
-        Offloader(**wrong)  # type: ignore[arg-type]
+        Offloader(**wrong)
 
 
-def test_what_is_no_module_or_no_optimizer_is_refused(spill_dir: Path) -> None:
+def test_what_is_no_module_or_no_optimizer_is_refused(spill_dir):
     model = torch.nn.Linear(2, 2)
     with Offloader(policy=STATES, hardware=HardwareProfile(paths=spill_dir)) as offloader:
         with pytest.raises(ConfigError, match=r"a generator is no module; give a torch\.nn\.Module, for example"):
-            offloader.register_module(model.parameters())  # type: ignore[arg-type]
+            offloader.register_module(model.parameters())
         with pytest.raises(ConfigError, match=r"a OffloadPolicy is no module"):
-            offloader.open(STATES)  # type: ignore[arg-type]
+            offloader.open(STATES)
         for wrong in (model, model.parameters()):
             with pytest.raises(
                 ConfigError, match=r"^optimizer=.*\. Pass .* type Optimizer, for example torch\.optim\.AdamW"
             ):
-                offloader.offload_optimizer(wrong)  # type: ignore[arg-type]
+                offloader.offload_optimizer(wrong)
 
 
-def test_a_variable_with_several_directories_in_one_name_is_refused(
-    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_with_several_directories_in_one_name_is_refused(spill_dir, monkeypatch):
     monkeypatch.setenv("LIGHTNING_SSD_PATHS", f"{spill_dir}/a,{spill_dir}/b")
     with pytest.raises(
         ConfigError, match=r"^\$LIGHTNING_SSD_PATHS: .* would be one directory of that name\. Write .*:"
@@ -174,16 +165,16 @@ def test_a_variable_with_several_directories_in_one_name_is_refused(
         pass  # the profile comes before the variable
 
 
-def test_a_policy_needs_no_name(spill_dir: Path) -> None:
+def test_a_policy_needs_no_name(spill_dir):
     """The most natural line to write."""
     strategies = (SSDOffloadStrategy, SSDOffloadFSDPStrategy, SSDOffloadFabricStrategy, Offloader, OffloadCallback)
     for make in strategies:
         assert make(OFFLOAD_ALL).policy == OFFLOAD_ALL
     with pytest.raises(ConfigError, match=r"In Hydra write lightning_ssd/offload=ssd"):
-        SSDOffloadStrategy("ssd")  # type: ignore[arg-type]
+        SSDOffloadStrategy("ssd")
 
 
-def test_a_directory_whose_parent_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, spill_dir: Path) -> None:
+def test_a_directory_whose_parent_is_missing_is_refused(monkeypatch, spill_dir):
     """Where a drive is to be mounted, the name alone would be made on the system's drive."""
     for variable in ("HOME", "TMPDIR"):
         monkeypatch.setenv(variable, str(spill_dir / "home"))
@@ -201,9 +192,7 @@ def test_a_directory_whose_parent_is_missing_is_refused(monkeypatch: pytest.Monk
             assert near.is_dir()
 
 
-def test_the_switch_that_makes_moving_cheap_is_named_once(
-    monkeypatch: pytest.MonkeyPatch, spill_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_switch_that_makes_moving_cheap_is_named_once(monkeypatch, spill_dir, caplog):
     told = "on this CPU run, start Python with THP_MEM_ALLOC_ENABLE=1"
     hardware = HardwareProfile(paths=spill_dir)
     for value, count in (("0", 0), (None, 1), (None, 1)):
@@ -221,41 +210,41 @@ def test_the_switch_that_makes_moving_cheap_is_named_once(
 
 
 class Inner(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.linear(x)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = Inner()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.inner(x)
 
 
-def compiled_in_place() -> nn.Module:
+def compiled_in_place():
     model = nn.Sequential(Block(), Block())
     for block in model:
         block.compile(backend="eager")
     return model
 
 
-def compiled_as_a_whole() -> nn.Module:
+def compiled_as_a_whole():
     model = nn.Sequential(Block(), Block())
     model.compile(backend="eager")
     return model
 
 
-def compiled_in_wrappers() -> nn.Module:
+def compiled_in_wrappers():
     return nn.Sequential(*(torch.compile(Block(), backend="eager") for _ in range(3)))
 
 
-def compiled_within() -> nn.Module:
+def compiled_within():
     model = nn.Sequential(Block(), Block())
     for block in model:
         block.inner.compile(backend="eager")
@@ -270,9 +259,7 @@ def compiled_within() -> nn.Module:
         (compiled_in_wrappers, "3 Block", "blocks", "recompute"),
     ],
 )
-def test_compiled_blocks_are_named_as_the_cause(
-    build: Callable[[], nn.Module], compiled: str, classes: Any, activations: Any, spill_dir: Path
-) -> None:
+def test_compiled_blocks_are_named_as_the_cause(build, compiled, classes, activations, spill_dir):
     policy = OffloadPolicy(activations=activations, recompute_modules=classes)
     with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir)) as offloader:
         with pytest.raises(ConfigError, match=rf"\({compiled}\), which cannot be recomputed. Compile modules within"):

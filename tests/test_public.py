@@ -1,7 +1,5 @@
 """The public face: what may be used is what ``__all__`` lists."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import inspect
@@ -23,7 +21,7 @@ MODULES = sorted(
 )
 
 
-def test_all_is_sorted_and_complete() -> None:
+def test_all_is_sorted_and_complete():
     names = {
         name for name, value in vars(lightning_ssd).items() if not name.startswith("_") and not inspect.ismodule(value)
     }
@@ -31,17 +29,17 @@ def test_all_is_sorted_and_complete() -> None:
     assert {name for name in lightning_ssd.__all__ if not name.startswith("_")} == names
 
 
-def test_the_promised_names_are_there() -> None:
+def test_the_promised_names_are_there():
     assert set(lightning_ssd.__all__) >= PROMISED
 
 
-def test_all_names_exist_and_are_documented() -> None:
+def test_all_names_exist_and_are_documented():
     for name in lightning_ssd.__all__:
         value = getattr(lightning_ssd, name)
         assert inspect.getdoc(value) or not callable(value), f"{name} has no docstring"
 
 
-def test_every_module_says_what_it_is_for_and_lists_what_it_offers() -> None:
+def test_every_module_says_what_it_is_for_and_lists_what_it_offers():
     modules = [importlib.import_module(name) for name in MODULES]
     assert [module.__name__ for module in modules if not module.__doc__] == []
     missing = [
@@ -50,7 +48,7 @@ def test_every_module_says_what_it_is_for_and_lists_what_it_offers() -> None:
     assert missing == [], "__all__ lists names that do not exist"
 
 
-def test_the_package_is_typed() -> None:
+def test_the_package_is_typed():
     assert Path(lightning_ssd.__file__).with_name("py.typed").is_file()
 
 
@@ -65,13 +63,13 @@ TEXTS = sorted(
 )
 
 
-def wrong_installs(text: str, extras: set[str]) -> list[str]:
+def wrong_installs(text, extras):
     """Advice to install us from an index, where we are not, or with an extra that does not exist."""
     named = re.findall(r"'\.\[(\w+)\]'", text)
     return re.findall(r"pip install \S*lightning_ssd\S*", text) + [name for name in named if name not in extras]
 
 
-def test_installing_is_told_of_as_it_works() -> None:
+def test_installing_is_told_of_as_it_works():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = set(project["optional-dependencies"])
     found = {str(path): wrong_installs(path.read_text(encoding="utf-8"), extras) for path in TEXTS}

@@ -1,35 +1,27 @@
 """A signal handler, or a finalizer, that runs while its thread holds a lock of ours asks for numbers, and gets some."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from lightning_ssd import Offloader
 from lightning_ssd import offloader as offloader_module
 from lightning_ssd.telemetry.stats import OffloadStats
-from tests.support.helpers import EAGER, PLANNING, Setup, open_offloader, within
+from tests.support.helpers import EAGER, PLANNING, open_offloader, within
 from tests.support.offloader_steps import step
-
-AtALock = tuple[Offloader, list[Callable[[], object]]]
 
 
 @pytest.fixture
-def at_a_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AtALock]:
+def at_a_lock(monkeypatch, tmp_path):
     """An offloader, and what is called while a pack holds the lock of its accounting."""
-    calls: list[Callable[[], object]] = []
+    calls = []
     with open_offloader(tmp_path, EAGER) as offloader:
         accounting = offloader._opened().accounting
         opened = accounting.opened
 
-        def wrapped(record: Any) -> None:
+        def wrapped(record):
             assert accounting.lock.locked()
             while calls:
                 calls.pop()()
@@ -39,16 +31,16 @@ def at_a_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AtALo
         yield offloader, calls
 
 
-def pack(offloader: Offloader) -> None:
+def pack(offloader):
     with offloader.saved_tensors():
         torch.randn(64, 64, requires_grad=True).exp().sin().sum()
 
 
-def numbers(offloader: Offloader) -> tuple[object, ...]:
+def numbers(offloader):
     return offloader.stats, offloader.optimizer_stats, offloader.drain_metrics()["io/write_gib"], offloader.drive_rates
 
 
-def test_a_signal_handler(at_a_lock: AtALock) -> None:
+def test_a_signal_handler(at_a_lock):
     offloader, calls = at_a_lock
     step(offloader)
     known, found = offloader.stats, list[OffloadStats]()
@@ -61,18 +53,18 @@ def test_a_signal_handler(at_a_lock: AtALock) -> None:
     assert found == [known]
 
 
-def test_a_finalizer(at_a_lock: AtALock) -> None:
+def test_a_finalizer(at_a_lock):
     offloader, calls = at_a_lock
-    found: list[object] = []
+    found = []
 
     class Dashboard:
-        def __init__(self) -> None:
+        def __init__(self):
             self.me = self
 
-        def __del__(self) -> None:
+        def __del__(self):
             found.append(numbers(offloader)[:3])
 
-    def die() -> None:
+    def die():
         Dashboard()
         gc.collect()
 
@@ -81,15 +73,15 @@ def test_a_finalizer(at_a_lock: AtALock) -> None:
     assert found == [(OffloadStats(), (), 0.0)]
 
 
-def test_a_lock_that_comes_later_in_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_comes_later_in_the_order(tmp_path, monkeypatch):
     """A worker that holds it asks, while the thread that trains holds the first one and waits for the second."""
-    found: list[OffloadStats] = []
+    found = []
     with open_offloader(tmp_path, EAGER) as offloader:
         cache = offloader._opened()
-        queue, lock = cache._tiers.ssd._writes, cache.accounting.lock  # type: ignore[union-attr]
+        queue, lock = cache._tiers.ssd._writes, cache.accounting.lock
         claim, claims, holds = queue._claim, threading.Event(), threading.Event()
 
-        def claimed(lane: int | None) -> Any:
+        def claimed(lane):
             if not found:
                 claims.set()
                 assert holds.wait(30)
@@ -98,7 +90,7 @@ def test_a_lock_that_comes_later_in_the_order(tmp_path: Path, monkeypatch: pytes
 
         monkeypatch.setattr(queue, "_claim", claimed)
 
-        def train() -> None:
+        def train():
             with offloader.saved_tensors():
                 y = torch.randn(64, 64, requires_grad=True).exp()
             assert claims.wait(30), "else all may be over before the worker has begun"
@@ -112,14 +104,14 @@ def test_a_lock_that_comes_later_in_the_order(tmp_path: Path, monkeypatch: pytes
     assert len(found) == 1
 
 
-def test_whoever_holds_the_lock_of_a_queue_gets_all_numbers(tmp_path: Path) -> None:
+def test_whoever_holds_the_lock_of_a_queue_gets_all_numbers(tmp_path):
     with open_offloader(tmp_path, EAGER) as offloader:
         step(offloader)
         ssd = offloader._opened()._tiers.ssd
         assert ssd is not None
         expected, found = offloader.stats, list[OffloadStats]()
 
-        def ask() -> None:
+        def ask():
             with ssd._writes._lock, ssd._reads._lock:
                 found.append(offloader.stats)
 
@@ -130,14 +122,11 @@ def test_whoever_holds_the_lock_of_a_queue_gets_all_numbers(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "setup"), [("close", EAGER), ("flush", EAGER), ("wait_for_plan", PLANNING)], ids=lambda one: str(one)[:13]
 )
-def test_what_has_to_wait_is_refused(name: str, setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_to_wait_is_refused(name, setup, tmp_path, monkeypatch):
     monkeypatch.setattr(offloader_module, "_PATIENCE_S", 0.1)
     with open_offloader(tmp_path, setup) as offloader:
         step(offloader)
-        with (
-            offloader._opened().accounting.lock,
-            pytest.raises(RuntimeError, match=rf"^{name}\(\) has waited 0.1 s"),
-        ):
+        with offloader._opened().accounting.lock, pytest.raises(RuntimeError, match=rf"^{name}\(\) has waited 0.1 s"):
             within(60, getattr(offloader, name))
         assert offloader.is_open
         step(offloader)

@@ -4,15 +4,12 @@ The environment is new, and has the wheel by pip. What the wheel depends on come
 a path, since installing PyTorch again would take minutes; the checkout is not on that path.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -80,7 +77,7 @@ trainer: {_target_: lightning.Trainer, accelerator: cpu, devices: 1, max_steps: 
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(tmp_path_factory):
     """The interpreter of the new environment."""
     directory = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(directory)]
@@ -95,7 +92,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return interpreter
 
 
-def run(command: Sequence[str | Path], directory: Path, *, code: int = 0, **variables: str) -> str:
+def run(command, directory, *, code=0, **variables):
     """Run a command away from the checkout; return what it prints."""
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LIGHTNING_SSD_PATHS")}
     environment |= variables
@@ -106,25 +103,25 @@ def run(command: Sequence[str | Path], directory: Path, *, code: int = 0, **vari
     return done.stdout + done.stderr
 
 
-def test_it_is_the_wheel_that_runs(python: Path, tmp_path: Path) -> None:
+def test_it_is_the_wheel_that_runs(python, tmp_path):
     code = "import lightning_ssd, hydra_plugins.lightning_ssd as plugin; print(lightning_ssd.__file__, plugin.__file__)"
     found = run([python, "-c", code], tmp_path).split()
     assert all(Path(path).is_relative_to(python.parents[1]) for path in found), found
 
 
-def test_doctor(python: Path, tmp_path: Path) -> None:
+def test_doctor(python, tmp_path):
     report = json.loads(run([python.with_name("lightning-ssd"), "doctor", "--json", tmp_path], tmp_path))
     assert report["versions"]["lightning_ssd"]
 
 
-def test_plan_for_a_machine_that_is_not_here(python: Path, tmp_path: Path) -> None:
+def test_plan_for_a_machine_that_is_not_here(python, tmp_path):
     (tmp_path / "mine.py").write_text(MODEL)
     command = [python.with_name("lightning-ssd"), "plan", "--batch", "2", "--sequence", "64"]
     plan = run([*command, "--model", "mine:Model", "--hardware", "workstation"], tmp_path)
     assert "offload" in plan
 
 
-def test_a_script_of_a_dozen_lines(python: Path, tmp_path: Path) -> None:
+def test_a_script_of_a_dozen_lines(python, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     assert "trained 2 True" in run([python, "script.py"], tmp_path)
 
@@ -132,7 +129,7 @@ def test_a_script_of_a_dozen_lines(python: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.exhaustive)]
 )
-def test_a_program_that_hides_its_trainer(python: Path, tmp_path: Path, package: str) -> None:
+def test_a_program_that_hides_its_trainer(python, tmp_path, package):
     (tmp_path / "hidden.py").write_text(HIDDEN.format(package=package))
     settings = "policy: {activations: offload, min_tensor_bytes: 0}\nhardware: {allow_unsuitable_paths: true}\n"
     (tmp_path / "mine.yaml").write_text(settings)
@@ -145,7 +142,7 @@ def test_a_program_that_hides_its_trainer(python: Path, tmp_path: Path, package:
     assert "'ofload' is no policy's name" in run([python, "hidden.py"], tmp_path, code=1, LIGHTNING_SSD="ofload")
 
 
-def test_a_hydra_application_takes_an_override(python: Path, tmp_path: Path) -> None:
+def test_a_hydra_application_takes_an_override(python, tmp_path):
     (tmp_path / "settings").mkdir()
     (tmp_path / "settings" / "config.yaml").write_text(SETTINGS)
     (tmp_path / "application.py").write_text(APPLICATION)

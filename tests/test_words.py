@@ -1,10 +1,7 @@
 """Words that hide who acts, and first lines of docstrings that hide what is done: package and docs have none."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import lightning_ssd
@@ -17,7 +14,7 @@ SUFFIX = re.compile(r"allowed(?: there)?: ", re.IGNORECASE)
 OPENINGS = ("Of ", "What ", "The same")
 
 
-def found_in(source: str) -> Iterator[str]:
+def found_in(source):
     """Yield each occurrence in the text of a module."""
     yield from NAMELESS.findall(source)
     for node in ast.walk(ast.parse(source)):
@@ -28,7 +25,7 @@ def found_in(source: str) -> Iterator[str]:
             yield from [text.partition("\n")[0]] * text.startswith(OPENINGS)
 
 
-def test_no_such_word_is_in_the_package() -> None:
+def test_no_such_word_is_in_the_package():
     found = {
         str(path.relative_to(PACKAGE)): list(found_in(path.read_text(encoding="utf-8")))
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -37,7 +34,7 @@ def test_no_such_word_is_in_the_package() -> None:
     assert {name: words for name, words in found.items() if words} == {}
 
 
-def test_no_such_word_is_in_the_docs() -> None:
+def test_no_such_word_is_in_the_docs():
     found = {
         str(path.relative_to(DOCS)): NAMELESS.findall(path.read_text(encoding="utf-8"))
         for path in sorted(DOCS.rglob("*.md"))
@@ -46,7 +43,7 @@ def test_no_such_word_is_in_the_docs() -> None:
     assert {name: words for name, words in found.items() if words} == {}
 
 
-def test_the_test_can_fail() -> None:
+def test_the_test_can_fail():
     source = 'def f():\n    """Of the other."""\n    # nobody asks\n    raise ValueError(f"x={1}; allowed: 2")\n'
     assert sorted(found_in(source)) == ["Of the other.", "allowed: ", "nobody"]
     assert not list(found_in('def f():\n    """Return what is set."""\n    raise ValueError("x=1; write x=2")\n'))

@@ -1,44 +1,39 @@
-from __future__ import annotations
-
 import os
 import re
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from lightning_ssd import HardwareProfile
 from lightning_ssd.cli import bench as bench_module
 from lightning_ssd.cli.main import app
-from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.planning.machine_profile import MachineProfile
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.filesystem import inspect_directory
 from lightning_ssd.storage.posix import PosixBackend
-from lightning_ssd.storage.spill_file import Arena
 
 SIZE, NUM_CHUNKS = 2 * DEFAULT_CHUNK_BYTES, 4
 
 
-def said(done: Result) -> str:
+def said(done):
     """What it wrote to standard error, on one line."""
     return " ".join(done.stderr.split())
 
 
-def run(*arguments: object) -> Result:
+def run(*arguments):
     return CliRunner().invoke(app, ["bench", *map(str, arguments)], env={"COLUMNS": "300"})
 
 
 @pytest.fixture
-def pair(spill_dir: Path) -> tuple[Path, Path]:
+def pair(spill_dir):
     directories = spill_dir / "first", spill_dir / "second"
     for directory in directories:
         directory.mkdir()
     return directories
 
 
-def test_rates_of_each_and_of_all_are_told_and_nothing_stays(pair: tuple[Path, Path]) -> None:
+def test_rates_of_each_and_of_all_are_told_and_nothing_stays(pair):
     done = run(*pair, "--size", SIZE)
     assert done.exit_code == 0, done.output
     assert "Writes 0.25 GiB to 2 directories, more to faster ones" in done.output
@@ -49,13 +44,11 @@ def test_rates_of_each_and_of_all_are_told_and_nothing_stays(pair: tuple[Path, P
 
 
 @pytest.mark.parametrize(("num_directories", "num_writes", "told"), [(1, 2, "64.0 MiB"), (2, 4, "0.25 GiB")])
-def test_no_more_is_written_than_was_said(
-    num_directories: int, num_writes: int, told: str, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: dict[Path, int] = {}
+def test_no_more_is_written_than_was_said(num_directories, num_writes, told, pair, monkeypatch):
+    written = {}
     write = PosixBackend.write
 
-    def counted(backend: PosixBackend, arena: Arena, region: Region, offset: int) -> None:
+    def counted(backend, arena, region, offset):
         written[arena.directory] = written.get(arena.directory, 0) + region.nbytes
         write(backend, arena, region, offset)
 
@@ -69,10 +62,10 @@ def test_no_more_is_written_than_was_said(
 
 
 @pytest.mark.parametrize("loses", [True, False], ids=["a lost write", "a flipped bit"])
-def test_bytes_that_come_back_wrong_are_an_error(loses: bool, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_come_back_wrong_are_an_error(loses, spill_dir, monkeypatch):
     write, calls = PosixBackend.write, []
 
-    def failing(backend: PosixBackend, arena: Arena, region: Region, offset: int) -> None:
+    def failing(backend, arena, region, offset):
         calls.append(offset)
         is_measured = len(calls) <= 2 * NUM_CHUNKS
         if is_measured or not loses:
@@ -100,9 +93,7 @@ def test_bytes_that_come_back_wrong_are_an_error(loses: bool, spill_dir: Path, m
         (["/dev/shm"], "which is memory"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_is_written(
-    arguments: list[str], match: str, spill_dir: Path
-) -> None:
+def test_what_cannot_be_measured_is_refused_before_anything_is_written(arguments, match, spill_dir):
     if "/dev/shm" in arguments and not (os.path.isdir("/dev/shm") and inspect_directory("/dev/shm").is_memory):
         pytest.skip("no memory is mounted at /dev/shm")
     done = run(*(argument.format(dir=spill_dir) for argument in arguments))
@@ -112,7 +103,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(
     assert not list(spill_dir.iterdir())
 
 
-def test_the_rates_are_settings_to_paste(pair: tuple[Path, Path]) -> None:
+def test_the_rates_are_settings_to_paste(pair):
     line = run(*pair, "--size", SIZE).output.splitlines()[-1]
     profile = eval(line, {"HardwareProfile": HardwareProfile})
     assert profile.paths == tuple(map(str, pair))
@@ -132,12 +123,12 @@ def test_the_rates_are_settings_to_paste(pair: tuple[Path, Path]) -> None:
         ),
     ],
 )
-def test_facts_out_of_bounds_are_refused(name: str, value: object) -> None:
+def test_facts_out_of_bounds_are_refused(name, value):
     with pytest.raises(ConfigError, match=rf"MachineProfile\.{name}=.*; write "):
-        MachineProfile(**{name: value})  # type: ignore[arg-type]
+        MachineProfile(**{name: value})
 
 
-def test_a_process_gets_its_part_of_the_drives_and_no_more_than_its_link() -> None:
+def test_a_process_gets_its_part_of_the_drives_and_no_more_than_its_link():
     profile = MachineProfile(num_drives=8, drive_write_gb_per_s=4, drive_read_gb_per_s=7, link_gb_per_s=25)
     tiers = profile.tiers(2)
     assert tiers is not None

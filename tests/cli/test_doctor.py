@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from lightning_ssd.cli import doctor as doctor_module
 from lightning_ssd.cli import machine
@@ -17,26 +14,25 @@ from lightning_ssd.wear.smart import DriveHealth, HealthReport
 DEV_SHM = Path("/dev/shm")
 
 
-def said(done: Result) -> str:
+def said(done):
     """What it wrote to standard error, on one line."""
     return " ".join(done.stderr.split())
 
 
-def run(*arguments: object) -> Result:
+def run(*arguments):
     # Wide, so that no name is folded; how it looks at 80 columns has a test of its own.
     return CliRunner().invoke(app, ["doctor", *map(str, arguments)], env={"COLUMNS": "300"})
 
 
-def findings(*arguments: object) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
-    return facts
+def findings(*arguments):
+    return json.loads(run(*arguments, "--json").stdout)
 
 
-def everything_below(directory: Path) -> list[Path]:
+def everything_below(directory):
     return sorted(directory.rglob("*"))
 
 
-def test_a_directory_on_a_drive_is_ready_and_stays_as_it_was(spill_dir: Path) -> None:
+def test_a_directory_on_a_drive_is_ready_and_stays_as_it_was(spill_dir):
     done = run(spill_dir)
     assert done.exit_code == 0, done.output
     assert "Ready" in done.output
@@ -44,7 +40,7 @@ def test_a_directory_on_a_drive_is_ready_and_stays_as_it_was(spill_dir: Path) ->
     assert not everything_below(spill_dir)
 
 
-def test_json_has_all_that_is_asked_for(spill_dir: Path) -> None:
+def test_json_has_all_that_is_asked_for(spill_dir):
     facts = findings(spill_dir)
     assert set(facts) == {
         *("versions", "accelerator", "kvikio", "memory", "directories", "backend", "notes", "problems")
@@ -62,7 +58,7 @@ def test_json_has_all_that_is_asked_for(spill_dir: Path) -> None:
     assert facts["problems"] == []
 
 
-def test_without_directories_those_of_training_are_taken(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_directories_those_of_training_are_taken(spill_dir, monkeypatch):
     (spill_dir / "one").mkdir()
     monkeypatch.chdir(spill_dir)
     assert [d["path"] for d in findings()["directories"]] == [str(spill_dir)]
@@ -70,14 +66,14 @@ def test_without_directories_those_of_training_are_taken(spill_dir: Path, monkey
     assert [d["path"] for d in findings()["directories"]] == [str(spill_dir / "one")]
 
 
-def test_a_missing_directory_is_judged_by_where_it_would_be_made(spill_dir: Path) -> None:
+def test_a_missing_directory_is_judged_by_where_it_would_be_made(spill_dir):
     facts = findings(spill_dir / "not" / "yet")
     assert facts["directories"][0]["looked_at"] == str(spill_dir)
     assert facts["problems"] == []
     assert not everything_below(spill_dir)
 
 
-def test_a_missing_directory_may_be_a_drive_that_is_not_mounted(spill_dir: Path) -> None:
+def test_a_missing_directory_may_be_a_drive_that_is_not_mounted(spill_dir):
     missing, found = findings(spill_dir / "not" / "yet"), findings(spill_dir)
     device = found["directories"][0]["device"]
     note = (
@@ -88,7 +84,7 @@ def test_a_missing_directory_may_be_a_drive_that_is_not_mounted(spill_dir: Path)
     assert not [note for note in found["notes"] if "mounted" in note]
 
 
-def test_what_a_drive_tells_of_its_life_is_shown(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_drive_tells_of_its_life_is_shown(spill_dir, monkeypatch):
     worn = DriveHealth(name="nvme0n1", written_bytes=2 * 10**12, percentage_used=3)
     monkeypatch.setattr(doctor_module, "read_health", lambda directory: HealthReport((worn,), None))
     done = run(spill_dir)
@@ -96,28 +92,28 @@ def test_what_a_drive_tells_of_its_life_is_shown(spill_dir: Path, monkeypatch: p
     assert "drive nvme0n1: 2.00 TB written so far, 3 % of its life used" in done.stdout
 
 
-def test_two_directories_of_one_file_system_are_told_of(spill_dir: Path) -> None:
+def test_two_directories_of_one_file_system_are_told_of(spill_dir):
     done = run(spill_dir / "a", spill_dir / "b")
     assert done.exit_code == 0
     assert f"{spill_dir / 'a'} and {spill_dir / 'b'} lie on one file system" in done.output
 
 
 @pytest.mark.skipif(not os.path.ismount(DEV_SHM), reason="no tmpfs at /dev/shm")
-def test_memory_is_refused() -> None:
+def test_memory_is_refused():
     done = run(DEV_SHM)
     assert done.exit_code == 1
     assert "error: /dev/shm lies on tmpfs, which is memory" in said(done)
     assert "name a directory on a local SSD" in said(done)
 
 
-def test_a_network_file_system_is_refused(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_file_system_is_refused(spill_dir, monkeypatch):
     monkeypatch.setattr("lightning_ssd.storage.filesystem._mount_of", lambda path: ("nfs4", "server:/export"))
     facts = findings(spill_dir)
     assert facts["directories"][0]["kind"] == "network"
     assert "nfs4, a network file system" in facts["problems"][0]
 
 
-def test_a_file_is_no_directory(spill_dir: Path) -> None:
+def test_a_file_is_no_directory(spill_dir):
     file = spill_dir / "file"
     file.write_bytes(b"mine")
     done = run(file)
@@ -126,14 +122,14 @@ def test_a_file_is_no_directory(spill_dir: Path) -> None:
     assert file.read_bytes() == b"mine"
 
 
-def test_a_directory_that_is_not_writable_is_refused(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_not_writable_is_refused(spill_dir, monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
     done = run(spill_dir / "below")
     assert done.exit_code == 1
     assert "is not writable for this user" in said(done)
 
 
-def test_a_mount_that_is_read_only_is_named(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mount_that_is_read_only_is_named(spill_dir, monkeypatch):
     """Another owner or mode would not help there."""
     facts = os.statvfs(spill_dir)
     read_only = os.statvfs_result((*facts[:8], facts.f_flag | os.ST_RDONLY, *facts[9:]))
@@ -145,8 +141,8 @@ def test_a_mount_that_is_read_only_is_named(spill_dir: Path, monkeypatch: pytest
     assert "owner" not in words
 
 
-def test_kvikio_that_is_not_here_is_refused_only_if_asked_for(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> Any:
+def test_kvikio_that_is_not_here_is_refused_only_if_asked_for(spill_dir, monkeypatch):
+    def missing():
         raise BackendUnavailableError("kvikio does not load (test)")
 
     monkeypatch.setattr("lightning_ssd.storage.kvikio._import_kvikio", missing)
@@ -156,7 +152,7 @@ def test_kvikio_that_is_not_here_is_refused_only_if_asked_for(spill_dir: Path, m
     assert "kvikio does not load (test)" in said(done)
 
 
-def test_what_kvikio_says_of_gds_is_told(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kvikio_says_of_gds_is_told(spill_dir, monkeypatch):
     monkeypatch.setattr(machine, "gds_status", lambda: (True, "GDS is available (test)"))
     facts = findings(spill_dir, "--backend", "posix")
     assert facts["kvikio"]["has_gds"]
@@ -164,7 +160,7 @@ def test_what_kvikio_says_of_gds_is_told(spill_dir: Path, monkeypatch: pytest.Mo
     assert facts["backend"]["is_gds_active"] is False
 
 
-def test_a_mistyped_backend_has_the_exit_code_of_usage(spill_dir: Path) -> None:
+def test_a_mistyped_backend_has_the_exit_code_of_usage(spill_dir):
     done = run(spill_dir, "--backend", "possix")
     assert done.exit_code == 2
     assert "possix" in said(done)

@@ -1,15 +1,11 @@
 """``report``, ``sweep-table`` and ``dashboard``: what a finished run leaves becomes something to look at."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -24,18 +20,18 @@ from tests.support.step_records import made_report
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
 
 
-def run(*arguments: str | Path) -> Any:
+def run(*arguments):
     return CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(argument) for argument in arguments])
 
 
-def on_one_line(text: str) -> str:
+def on_one_line(text):
     return " ".join(text.split())
 
 
 # -- report -----------------------------------------------------------------------------------------------------------
 
 
-def test_report_makes_the_page_and_says_what_to_change(tmp_path: Path) -> None:
+def test_report_makes_the_page_and_says_what_to_change(tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
     (tmp_path / "report.json").write_text(made_report(unusable="it is full", stats={}).to_json())
     done = run("report", tmp_path, "--out", tmp_path / "page")
@@ -47,7 +43,7 @@ def test_report_makes_the_page_and_says_what_to_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{}"])
-def test_report_without_one_fails_with_advice(content: str | None, tmp_path: Path) -> None:
+def test_report_without_one_fails_with_advice(content, tmp_path):
     if content is not None:
         (tmp_path / "report.json").write_text(content)
     done = run("report", tmp_path)
@@ -55,7 +51,7 @@ def test_report_without_one_fails_with_advice(content: str | None, tmp_path: Pat
     assert 'OffloadMonitor(report_dir="...")' in on_one_line(done.output)
 
 
-def test_report_says_where_it_cannot_write(tmp_path: Path) -> None:
+def test_report_says_where_it_cannot_write(tmp_path):
     (tmp_path / "report.json").write_text(made_report().to_json())
     (tmp_path / "file").touch()
     done = run("report", tmp_path, "--out", tmp_path / "file")
@@ -70,7 +66,7 @@ def test_report_says_where_it_cannot_write(tmp_path: Path) -> None:
 # -- sweep-table ------------------------------------------------------------------------------------------------------
 
 
-def make_sweep(folder: Path) -> None:
+def make_sweep(folder):
     """Ten jobs as Hydra lays them out, all with ``seed=1``: nine of the recipes, and one with a report."""
     for number in range(9):
         job = folder / str(number)
@@ -85,7 +81,7 @@ def make_sweep(folder: Path) -> None:
     (folder / "10" / "page" / "report.json").write_text(made_report().to_json())
 
 
-def test_a_sweep_is_a_table_a_csv_file_and_a_picture(tmp_path: Path) -> None:
+def test_a_sweep_is_a_table_a_csv_file_and_a_picture(tmp_path):
     make_sweep(tmp_path)
     done = run("sweep-table", tmp_path)
     assert done.exit_code == 0, done.output
@@ -101,7 +97,7 @@ def test_a_sweep_is_a_table_a_csv_file_and_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{}", "["])
-def test_no_sweep_is_an_error(content: str | None, tmp_path: Path) -> None:
+def test_no_sweep_is_an_error(content, tmp_path):
     if content is not None:
         (tmp_path / "summary.json").write_text(content)
     done = run("sweep-table", tmp_path)
@@ -113,7 +109,7 @@ def test_no_sweep_is_an_error(content: str | None, tmp_path: Path) -> None:
 # -- dashboard --------------------------------------------------------------------------------------------------------
 
 
-def test_the_dashboard_is_written(tmp_path: Path) -> None:
+def test_the_dashboard_is_written(tmp_path):
     pytest.importorskip("wandb_workspaces", reason="needs the extra `report`")
     done = run("dashboard", "--project", "gpt", "--json", tmp_path / "dashboard.json", "--offline")
     assert done.exit_code == 0, done.output
@@ -134,7 +130,7 @@ def test_the_dashboard_is_written(tmp_path: Path) -> None:
     assert [(key["section"], key["name"]) for key in grouping] == modes
 
 
-def test_every_panel_shows_what_there_is() -> None:
+def test_every_panel_shows_what_there_is():
     pictures = {"offload/memory_over_step", "offload/transfers", "offload/lifetimes"}
     keys = {metric.key for metric in METRICS} | pictures | {"offload/saved_pct"}
     for section in DASHBOARD:
@@ -143,12 +139,12 @@ def test_every_panel_shows_what_there_is() -> None:
             assert (panel.kind == "media") is bool(set(panel.keys) & pictures)
 
 
-def test_with_a_key_it_is_sent_and_a_refusal_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_key_it_is_sent_and_a_refusal_is_an_error(tmp_path, monkeypatch):
     workspaces = pytest.importorskip("wandb_workspaces.workspaces", reason="needs the extra `report`")
-    sent: list[Any] = []
+    sent = []
     refusals = [""]
 
-    def save(workspace: Any) -> Any:
+    def save(workspace):
         if refusals[0]:
             raise ValueError(refusals[0])
         sent.append(workspace)
@@ -171,7 +167,8 @@ def test_with_a_key_it_is_sent_and_a_refusal_is_an_error(tmp_path: Path, monkeyp
     assert "--entity and an existing --project, or give --offline" in told
 
 
-def test_without_a_key_nothing_is_sent(tmp_path: Path) -> None:
+@pytest.mark.exhaustive  # W&B and its workspaces take 14 s to load
+def test_without_a_key_nothing_is_sent(tmp_path):
     """In a process of its own: whoever asks W&B for a key settles for this process whether it is online."""
     pytest.importorskip("wandb_workspaces", reason="needs the extra `report`")
     unset = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess
@@ -17,13 +15,13 @@ from tests.support.patience import PATIENCE_S
 ROOT = Path(lightning_ssd.__file__).parents[1]
 
 
-def test_the_command_of_the_project_is_this_application() -> None:
+def test_the_command_of_the_project_is_this_application():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     module, _, name = project["project"]["scripts"]["lightning-ssd"].partition(":")
     assert getattr(importlib.import_module(module), name) is app
 
 
-def test_help_lists_the_commands() -> None:
+def test_help_lists_the_commands():
     done = CliRunner().invoke(app, ["--help"])
     assert done.exit_code == 0
     assert set(COMMANDS) == {"bench", "dashboard", "doctor", "plan", "report", "sweep-table"}
@@ -31,14 +29,14 @@ def test_help_lists_the_commands() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_shows_an_example(command: str) -> None:
+def test_each_command_shows_an_example(command):
     done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"})
     assert done.exit_code == 0
     assert f"Example: lightning-ssd {command}" in " ".join(done.output.split())
     assert max(map(len, done.output.splitlines())) <= 80
 
 
-def test_an_unknown_command_is_refused() -> None:
+def test_an_unknown_command_is_refused():
     done = CliRunner().invoke(app, ["benhc"])
     assert done.exit_code == 2
     assert "benhc" in done.stderr
@@ -57,14 +55,14 @@ def call(*arguments):
 """
 
 
-def in_a_new_process(source: str, **env: str) -> str:
+def in_a_new_process(source, **env):
     command = [sys.executable, "-c", CALL + source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT, env=os.environ | env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_help_and_typos_load_no_torch() -> None:
+def test_help_and_typos_load_no_torch():
     told = in_a_new_process(
         'assert call("--help") == 0 and call("benhc") == 2\n'
         'assert not {"torch", "lightning", "lightning_ssd.config"} & set(sys.modules)'
@@ -72,7 +70,7 @@ def test_help_and_typos_load_no_torch() -> None:
     assert "sweep-table" in told
 
 
-def test_doctor_loads_no_lightning(tmp_path: Path) -> None:
+def test_doctor_loads_no_lightning(tmp_path):
     told = in_a_new_process(
         f'assert call("doctor", {str(tmp_path)!r}) == 0\n'
         'assert "torch" in sys.modules and "lightning" not in sys.modules',
@@ -83,7 +81,7 @@ def test_doctor_loads_no_lightning(tmp_path: Path) -> None:
     assert max(map(len, told.splitlines())) <= 80
 
 
-def test_a_program_that_the_script_imports_gets_the_whole_package() -> None:
+def test_a_program_that_the_script_imports_gets_the_whole_package():
     """Such as a model for ``plan``, whose module uses the library."""
     source = """
 import lightning_ssd
@@ -96,7 +94,4 @@ try:
 except AttributeError as error:
     print(error)
 """
-    assert in_a_new_process(source).splitlines() == [
-        "True True",
-        "module 'lightning_ssd' has no attribute 'Offlaoder'",
-    ]
+    assert in_a_new_process(source).splitlines() == ["True True", "module 'lightning_ssd' has no attribute 'Offlaoder'"]

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +6,8 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.cli import model_trace
 from lightning_ssd.cli.conf_files import model_builder
-from lightning_ssd.cli.model_trace import ModelTrace, trace_model
+from lightning_ssd.cli.model_trace import trace_model
 from lightning_ssd.cli.output import CommandError
-from lightning_ssd.planning.trace import Trace
 from tests.support.planned_models import NUM_BLOCKS, WIDTH
 
 with suppress(ImportError):  # here, because it sets an environment variable, which tests may not
@@ -23,14 +19,7 @@ ROWS = BATCH * SEQUENCE
 NET = "tests.support.planned_models:Net"
 
 
-def traced(
-    name: str,
-    precision: str = "32-true",
-    *,
-    fused: bool = False,
-    flops_per_s: float = 1e9,
-    operations_per_byte: float = 0.0,
-) -> ModelTrace:
+def traced(name, precision="32-true", *, fused=False, flops_per_s=1e9, operations_per_byte=0.0):
     return trace_model(
         model_builder(name, SEQUENCE),
         batch=BATCH,
@@ -43,7 +32,7 @@ def traced(
     )
 
 
-def really_traced(name: str, precision: str, directory: Path) -> Trace:
+def really_traced(name, precision, directory):
     """By training, as the library traces."""
     model = model_trace.build_here(model_builder(name, SEQUENCE))
     inputs = model_trace.example_batches(model, BATCH, SEQUENCE)[-1]
@@ -74,7 +63,7 @@ def really_traced(name: str, precision: str, directory: Path) -> Trace:
         ("gpt", "bf16-true"),
     ],
 )
-def test_a_trace_without_bytes_is_that_of_real_training(name: str, precision: str, spill_dir: Path) -> None:
+def test_a_trace_without_bytes_is_that_of_real_training(name, precision, spill_dir):
     """All but the times: which storages, in which order, of which blocks, and what they hold together at most."""
     if ":" not in name:
         pytest.importorskip("transformers")
@@ -88,7 +77,7 @@ def test_a_trace_without_bytes_is_that_of_real_training(name: str, precision: st
     assert len(pretended.storages) > NUM_BLOCKS
 
 
-def test_time_is_work_by_the_rate() -> None:
+def test_time_is_work_by_the_rate():
     """Each product is done once in forward and twice in backward, but the first, whose input wants no gradient."""
     found = traced(NET, flops_per_s=1e9)
     product = 2 * ROWS * WIDTH * WIDTH
@@ -104,7 +93,7 @@ def test_time_is_work_by_the_rate() -> None:
 class Shared(torch.nn.Module):
     """Two modules with one weight, two weights in one memory, and what no type but its own fits."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.tied, self.other = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.tied.weight = self.first.weight
@@ -114,10 +103,10 @@ class Shared(torch.nn.Module):
         self.register_buffer("scale", torch.ones(WIDTH))
         self.register_buffer("index", torch.arange(WIDTH))
 
-    def example_batch(self, batch: int, sequence: int) -> torch.Tensor:
+    def example_batch(self, batch, sequence):
         return torch.randn(batch, sequence, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         assert x.dtype == self.scale.dtype == self.frozen.dtype == torch.empty(0).dtype
         assert self.index.dtype == torch.int64
         assert self.tied.weight is self.first.weight
@@ -126,7 +115,7 @@ class Shared(torch.nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true"])
-def test_weights_have_the_type_that_training_gives_them_and_count_once(precision: str) -> None:
+def test_weights_have_the_type_that_training_gives_them_and_count_once(precision):
     size = traced_class(Shared, precision).size
     element_bytes = {"32-true": 4, "bf16-true": 2, "16-true": 2, "64-true": 8}[precision]
     weight = element_bytes * WIDTH * WIDTH
@@ -136,7 +125,7 @@ def test_weights_have_the_type_that_training_gives_them_and_count_once(precision
     assert torch.get_default_dtype() == torch.float32
 
 
-def traced_class(build: type[torch.nn.Module], precision: str) -> ModelTrace:
+def traced_class(build, precision):
     return trace_model(
         build,
         batch=BATCH,
@@ -151,20 +140,20 @@ def traced_class(build: type[torch.nn.Module], precision: str) -> ModelTrace:
 class Attention(torch.nn.Module):
     """With dropout, for which PyTorch's attention on CPUs is not fused."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(()))
 
-    def example_batch(self, batch: int, sequence: int) -> torch.Tensor:
+    def example_batch(self, batch, sequence):
         return torch.randn(batch, 4, sequence, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q = x * self.scale
         return torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).sum()
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_fused_attention_saves_no_matrix(fused: bool) -> None:
+def test_fused_attention_saves_no_matrix(fused):
     found = trace_model(
         Attention,
         batch=1,
@@ -180,24 +169,23 @@ def test_fused_attention_saves_no_matrix(fused: bool) -> None:
     assert found.flops == forward + backward  # a fused backward computes the matrix again
 
 
-@torch.compile(backend=lambda graph, inputs: _graphs.append(graph) or graph.forward)  # type: ignore[untyped-decorator]
-def smooth(x: torch.Tensor) -> torch.Tensor:
+@torch.compile(backend=lambda graph, inputs: _graphs.append(graph) or graph.forward)
+def smooth(x):
     return x.sin() * x.sigmoid()
 
 
-_graphs: list[torch.fx.GraphModule] = []
+_graphs = []
 
 
 class Smooth(torch.nn.Linear):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(SEQUENCE, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = smooth(super().forward(x.float()))
-        return result
+    def forward(self, x):
+        return smooth(super().forward(x.float()))
 
 
-def test_a_function_can_be_compiled_after_it_was_traced() -> None:
+def test_a_function_can_be_compiled_after_it_was_traced():
     """Dynamo marks what it meets under fake tensors as never to be compiled."""
     torch.compiler.reset()
     traced(f"{__name__}:Smooth")
@@ -210,7 +198,7 @@ def test_a_function_can_be_compiled_after_it_was_traced() -> None:
     ("name", "match"),
     [("NeedsValues", "where forward or backward depends on values"), ("NoLoss", "a loss with gradients")],
 )
-def test_what_cannot_be_traced_is_refused(name: str, match: str) -> None:
+def test_what_cannot_be_traced_is_refused(name, match):
     with pytest.raises(CommandError, match=match):
         traced(f"tests.support.planned_models:{name}")
 
@@ -218,20 +206,20 @@ def test_what_cannot_be_traced_is_refused(name: str, match: str) -> None:
 class Wide(torch.nn.Linear):
     """A model that wants no token numbers, and does not say so."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(512, 512)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x.float())
 
 
-def test_a_batch_that_does_not_suit_is_told_in_one_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_that_does_not_suit_is_told_in_one_error(capfd):
     """In a line of ours, and with what helps; PyTorch's own log of it is a page."""
     with pytest.raises(CommandError, match=r"give the model example_batch\(batch, sequence\)"):
         traced(f"{__name__}:Wide")
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_an_unknown_precision_is_refused() -> None:
+def test_an_unknown_precision_is_refused():
     with pytest.raises(CommandError, match="got transformer-engine"):
         traced(NET, "transformer-engine-mixed")

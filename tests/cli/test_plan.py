@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -7,11 +5,10 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import lightning_ssd
 from lightning_ssd.cli.main import app
@@ -24,16 +21,16 @@ SIZES = ("--batch", "8", "--sequence", "256")
 
 
 @pytest.fixture(autouse=True)
-def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def profile_text(machine: MachineProfile, **hardware: Any) -> str:
+def profile_text(machine, **hardware):
     return yaml.safe_dump({"hardware": hardware, "machine": asdict(machine)}, sort_keys=False)
 
 
 @pytest.fixture
-def profile(tmp_path: Path) -> Path:
+def profile(tmp_path):
     """A machine that is as fast as the test model needs, with drives that can be worn."""
     machine = MachineProfile(
         num_devices=2,
@@ -49,22 +46,22 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
-def said(done: Result) -> str:
+def said(done):
     """What it wrote to standard error, on one line."""
     return " ".join(done.stderr.split())
 
 
-def run(*arguments: object) -> Result:
+def run(*arguments):
     return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "300"})
 
 
-def predicted(*arguments: object) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def predicted(*arguments):
     done = run(*arguments, "--json")
-    facts: dict[str, Any] = json.loads(done.stdout)
+    facts = json.loads(done.stdout)
     return facts, {row["mode"]: row for row in facts["modes"]}
 
 
-def test_it_ends_with_the_fastest_policy_that_fits(profile: Path) -> None:
+def test_it_ends_with_the_fastest_policy_that_fits(profile):
     facts, rows = predicted("--model", NET, *SIZES, "--hardware", profile, "--devices", "1")
     keep_bytes = rows["keep"]["peak_bytes"] + facts["model"]["fixed_bytes"]
     assert facts["answer"].endswith('\n  OffloadPolicy(activations="keep")'), "where all fits, nothing is faster"
@@ -94,7 +91,7 @@ MODELS = "tests.support.planned_models"
 
 
 @pytest.mark.parametrize("batch", [2, 8])
-def test_a_batch_takes_the_form_that_the_model_takes(batch: int, profile: Path) -> None:
+def test_a_batch_takes_the_form_that_the_model_takes(batch, profile):
     """A pair of two sequences must not be mistaken for two rows of one tensor."""
     forms = ("TakesPairs", "TakesMappings", "TakesOne", "TakesTensors")
     shape = ("--batch", batch, "--sequence", 256, "--hardware", profile)
@@ -103,7 +100,7 @@ def test_a_batch_takes_the_form_that_the_model_takes(batch: int, profile: Path) 
     assert all(one == found[0] for one in found[1:])
 
 
-def test_batches_are_like_the_first_one_of_a_data_module(profile: Path) -> None:
+def test_batches_are_like_the_first_one_of_a_data_module(profile):
     arguments = ("--model", f"{MODELS}:TakesVectors", "--data", f"{MODELS}:Data", "--hardware", profile)
     few, many = (predicted(*arguments, "--batch", n, "--sequence", 256)[0]["model"] for n in (2, 8))
     assert many["saved_peak_bytes"] == pytest.approx(4 * few["saved_peak_bytes"], rel=0.01)
@@ -115,7 +112,7 @@ def test_batches_are_like_the_first_one_of_a_data_module(profile: Path) -> None:
     assert "name a DataModule with --data" in said(done)
 
 
-def test_rates_of_a_drive_that_one_has_not_got_yet(profile: Path) -> None:
+def test_rates_of_a_drive_that_one_has_not_got_yet(profile):
     rates = ("--write-rate", "2GB", "--read-rate", "4GB")
     facts, _ = predicted("--model", NET, *SIZES, "--hardware", profile, *rates)
     assert (facts["machine"]["drive_write_gb_per_s"], facts["machine"]["drive_read_gb_per_s"]) == (2, 4)
@@ -137,9 +134,7 @@ CONFIG = {
 }
 
 
-def test_a_configuration_of_hugging_face_is_a_model(
-    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_of_hugging_face_is_a_model(profile, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
@@ -157,7 +152,7 @@ def test_a_configuration_of_hugging_face_is_a_model(
     assert "pip install -c constraints.txt '.[recipes]'" in missing.stderr
 
 
-def test_one_command_tells_the_largest_batch_and_sequence(profile: Path) -> None:
+def test_one_command_tells_the_largest_batch_and_sequence(profile):
     arguments = ("--model", NET, *SIZES, "--hardware", profile, "--devices", 1)
     largest = predicted(*arguments, "--largest")[0]["largest"]
     shown = run(*arguments, "--largest").stdout
@@ -173,7 +168,7 @@ def test_one_command_tells_the_largest_batch_and_sequence(profile: Path) -> None
             assert answer.startswith(verdict)
 
 
-def test_each_way_to_train_is_predicted(profile: Path) -> None:
+def test_each_way_to_train_is_predicted(profile):
     facts, rows = predicted("--model", NET, *SIZES, "--hardware", profile)
     assert list(rows) == ["keep", "offload", "recompute", "recompute_offload", "auto"]
     keep, offload, again = rows["keep"], rows["offload"], rows["recompute"]
@@ -193,7 +188,7 @@ def test_each_way_to_train_is_predicted(profile: Path) -> None:
     assert rows["auto"]["step_s"] <= 1.02 * keep["step_s"]
 
 
-def test_what_the_model_takes_is_told_by_what_waits(profile: Path) -> None:
+def test_what_the_model_takes_is_told_by_what_waits(profile):
     one = ("--model", NET, *SIZES, "--hardware", profile, "--devices", 1)
     facts, _ = predicted(*one)
     rows = {row["waits"]: row for row in facts["waiting"]}
@@ -218,7 +213,7 @@ def test_what_the_model_takes_is_told_by_what_waits(profile: Path) -> None:
     assert "frozen weights" not in shown
 
 
-def test_of_several_devices_only_what_may_wait_there_is_shown(profile: Path) -> None:
+def test_of_several_devices_only_what_may_wait_there_is_shown(profile):
     several = ("--model", "tests.support.planned_models:Adapted", *SIZES, "--hardware", profile)
     facts, _ = predicted(*several)
     assert [row["waits"] for row in facts["waiting"]] == ["nothing", "frozen weights", "states"]
@@ -237,7 +232,7 @@ def test_of_several_devices_only_what_may_wait_there_is_shown(profile: Path) -> 
 
 
 @pytest.mark.parametrize("budget", ["60%", "{size}"])
-def test_a_budget_is_kept(budget: str, profile: Path) -> None:
+def test_a_budget_is_kept(budget, profile):
     facts, _ = predicted("--model", NET, *SIZES, "--hardware", profile)
     limit = int(0.6 * facts["model"]["saved_peak_bytes"])
     facts, rows = predicted("--model", NET, *SIZES, "--hardware", profile, "--budget", budget.format(size=f"{limit}B"))
@@ -248,7 +243,7 @@ def test_a_budget_is_kept(budget: str, profile: Path) -> None:
     assert rows["auto, blocks"]["step_s"] <= 1.01 * rows["auto"]["step_s"]
 
 
-def test_a_budget_that_no_plan_keeps_is_told_with_the_least_one(profile: Path) -> None:
+def test_a_budget_that_no_plan_keeps_is_told_with_the_least_one(profile):
     done = run("--model", NET, *SIZES, "--hardware", profile, "--budget", "1%")
     assert done.exit_code == 1
     assert "expected a budget of at least" in said(done)
@@ -257,7 +252,7 @@ def test_a_budget_that_no_plan_keeps_is_told_with_the_least_one(profile: Path) -
     assert "auto" not in done.stdout.partition("life")[2].partition("Predicted")[0]
 
 
-def test_what_does_not_fit_is_marked(profile: Path) -> None:
+def test_what_does_not_fit_is_marked(profile):
     done = run("--model", NET, "--batch", 64, "--sequence", 256, "--hardware", profile)
     assert done.exit_code == 0, done.output
     keep = next(line for line in done.output.splitlines() if line.startswith("keep"))
@@ -265,7 +260,7 @@ def test_what_does_not_fit_is_marked(profile: Path) -> None:
     assert "! marks more than 0.931 GiB" in done.output, "in the unit of the column"
 
 
-def test_without_a_profile_this_machine_is_timed(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_profile_this_machine_is_timed(spill_dir, monkeypatch):
     monkeypatch.setenv("LIGHTNING_SSD_PATHS", str(spill_dir))
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     done = run("--model", NET, *SIZES)
@@ -275,7 +270,7 @@ def test_without_a_profile_this_machine_is_timed(spill_dir: Path, monkeypatch: p
     assert not list(spill_dir.iterdir())
 
 
-def test_a_gpu_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_not_timed(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     done = run("--model", NET, *SIZES)
     assert done.exit_code == 1
@@ -302,7 +297,7 @@ def test_a_gpu_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "tests.support.planned_models:NeedsValues", "--hardware", "dgx_h100"], "measure instead"),
     ],
 )
-def test_what_cannot_be_predicted_is_refused_with_a_reason(arguments: list[str], match: str) -> None:
+def test_what_cannot_be_predicted_is_refused_with_a_reason(arguments, match):
     done = run(*arguments, *SIZES)
     assert done.exit_code == 1
     assert match in said(done)
@@ -320,9 +315,7 @@ def test_what_cannot_be_predicted_is_refused_with_a_reason(arguments: list[str],
     ],
 )
 @pytest.mark.parametrize("has_defaults", [True, False])
-def test_a_profile_that_is_mistyped_is_refused_with_the_key(
-    has_defaults: bool, change: tuple[str, str], match: str, tmp_path: Path
-) -> None:
+def test_a_profile_that_is_mistyped_is_refused_with_the_key(has_defaults, change, match, tmp_path):
     written = (ROOT / "conf" / "hardware" / "dgx_h100.yaml").read_text()
     assert written.count(f"\n{change[0]}") + written.count(f"  {change[0]}") == 1
     if not has_defaults:
@@ -334,7 +327,7 @@ def test_a_profile_that_is_mistyped_is_refused_with_the_key(
     assert match in said(done)
 
 
-def test_a_profile_may_leave_the_machine_open_and_must_be_yaml(tmp_path: Path) -> None:
+def test_a_profile_may_leave_the_machine_open_and_must_be_yaml(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("hardware: {}\nmachine:\n  accelerator: cpu\n  # drive_write_gb_per_s: 2\n")
     assert "drive_write_gb_per_s and drive_read_gb_per_s" in run("--model", NET, "--hardware", str(file), *SIZES).stderr
@@ -351,9 +344,7 @@ def test_a_profile_may_leave_the_machine_open_and_must_be_yaml(tmp_path: Path) -
         ("builtins.int", "ValueError", "pip install -c constraints"),
     ],
 )
-def test_a_model_that_cannot_be_built_is_refused_with_the_cause(
-    target: str, got: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_built_is_refused_with_the_cause(target, got, advice, tmp_path, monkeypatch):
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     (tmp_path / "conf" / "model" / "broken.yaml").write_text(f"_target_: {target}\n_args_: [no number]\n")
     monkeypatch.chdir(tmp_path)
@@ -364,7 +355,7 @@ def test_a_model_that_cannot_be_built_is_refused_with_the_cause(
     assert "HYDRA_FULL_ERROR" not in said(done)
 
 
-def test_a_profile_without_a_rate_of_computing_is_refused(tmp_path: Path) -> None:
+def test_a_profile_without_a_rate_of_computing_is_refused(tmp_path):
     path = tmp_path / "mine.yaml"
     machine = MachineProfile(drive_write_gb_per_s=1.0, drive_read_gb_per_s=1.0)
     path.write_text(profile_text(machine))
@@ -373,7 +364,7 @@ def test_a_profile_without_a_rate_of_computing_is_refused(tmp_path: Path) -> Non
     assert "device_peak_tflops" in said(done)
 
 
-def test_a_model_of_conf_in_eighty_columns(forks: list[str]) -> None:
+def test_a_model_of_conf_in_eighty_columns(forks):
     """In a process of its own, as users start it."""
     pytest.importorskip("transformers")
     command = ["--model", "llama_1b", "--batch", "1", "--sequence", "512", "--hardware", "dgx_h200"]

@@ -1,11 +1,7 @@
 """Lightning's own tests with our strategy: what is compared, and a run over a checkout of three tests."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +10,7 @@ from recipes.compat.lightning_plugin import strategy_arguments
 from recipes.compat.lightning_suite import Outcome, compare, main, markdown, reason_for
 
 
-def test_what_passes_without_us_has_to_pass_or_to_have_a_reason() -> None:
+def test_what_passes_without_us_has_to_pass_or_to_have_a_reason():
     passed, failed, skipped = Outcome("passed"), Outcome("failed", "AssertionError: no"), Outcome("skipped")
     plain = {"a": passed, "b": passed, "c": passed, "d": failed, "e": passed}
     found = compare(plain, {"a": passed, "b": failed, "c": skipped, "d": failed})
@@ -43,7 +39,7 @@ def test_what_passes_without_us_has_to_pass_or_to_have_a_reason() -> None:
         ({"accelerator": "mps"}, None),
     ],
 )
-def test_which_trainers_get_our_strategy(settings: dict[str, Any], arguments: dict[str, Any] | None) -> None:
+def test_which_trainers_get_our_strategy(settings, arguments):
     assert strategy_arguments(settings) == arguments
 
 
@@ -74,9 +70,7 @@ def test_fails():
 """
 
 
-def test_a_checkout_is_run_both_ways_and_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], forks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkout_is_run_both_ways_and_compared(tmp_path, capsys, forks, monkeypatch):
     monkeypatch.setattr(sys, "executable", *forks)
     folder = tmp_path / "checkout" / "tests" / "tests_pytorch" / "loops"
     folder.mkdir(parents=True)
@@ -99,7 +93,7 @@ def test_a_checkout_is_run_both_ways_and_compared(
     assert "**none**: " in capsys.readouterr().out
 
 
-def test_a_run_that_tells_nothing_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_tells_nothing_is_no_success(tmp_path, monkeypatch):
     (tmp_path / "tests" / "tests_pytorch").mkdir(parents=True)
     monkeypatch.setattr(lightning_suite, "_run", lambda *_: {})
     assert main(["--checkout", str(tmp_path), "--only", "loops"]) == 2

@@ -1,10 +1,7 @@
 """Public projects, trained with the line of ``docs/projects.md``: the comparison, and two of them from an index."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from recipes.compat.projects import PROJECTS, NotInstalled, difference, environm
 PAGE = projects.ROOT / "docs" / "projects.md"
 
 
-def record(loss: float = 1.0, **checkpoint: Any) -> dict[str, Any]:
+def record(loss=1.0, **checkpoint):
     return {"losses": {"/0": torch.tensor(loss)}, "checkpoint": checkpoint, "moved": {}}
 
 
@@ -32,13 +29,13 @@ def record(loss: float = 1.0, **checkpoint: Any) -> dict[str, Any]:
         ([], "1 trainings, and 0"),
     ],
 )
-def test_one_bit_is_a_difference(other: list[dict[str, Any]], said: str) -> None:
+def test_one_bit_is_a_difference(other, said):
     found = difference([record(a=torch.zeros(2))], other)
     assert found.endswith(said)
     assert bool(found) is bool(said)
 
 
-def test_the_page_has_what_was_tried() -> None:
+def test_the_page_has_what_was_tried():
     rows = [row for row in PAGE.read_text(encoding="utf-8").splitlines() if row.startswith("| [")]
     assert len(rows) == len(PROJECTS)
     for (name, project), row in zip(PROJECTS.items(), rows, strict=True):
@@ -52,7 +49,7 @@ def test_the_page_has_what_was_tried() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(30 * projects.MINUTES)
 @pytest.mark.parametrize("name", ["chemprop", "lightly"])
-def test_a_public_project_trains_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_a_public_project_trains_bit_for_bit(name, tmp_path):
     try:
         inside = environment(name, tmp_path / "environment", os.environ.get("PIP_ARGS", "").split())
     except NotInstalled as error:

@@ -6,11 +6,8 @@ The graphs are few and small, so that inductor's cache has nearly all of them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +16,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 
 __all__ = ["COMPILED", "MODES", "CompiledProgram", "Counted", "compiler_blocker"]
 
-MODES: dict[str, dict[str, Any]] = {
+MODES = {
     "offload": {"activations": "offload"},
     "recompute": {"activations": "recompute"},
     "recompute_offload": {"activations": "recompute_offload"},
@@ -36,7 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
 WIDTH = 32
 
 
-def compiler_blocker() -> str | None:
+def compiler_blocker():
     """Return why inductor generates no code on this machine; ``None``: it does."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return "inductor needs a C++ compiler, and there is none"
@@ -46,16 +43,16 @@ def compiler_blocker() -> str | None:
 class Counted:
     """Inductor, and how many graphs it has been given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_graphs = 0
 
-    def __call__(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    def __call__(self, module, inputs):
         from torch._inductor.compile_fx import compile_fx
 
         self.num_graphs += 1
         return compile_fx(module, inputs)
 
-    def compile(self, what: Any, *, full: bool = True) -> Any:
+    def compile(self, what, *, full=True):
         return torch.compile(what, backend=self, dynamic=False, fullgraph=full)
 
 
@@ -63,58 +60,58 @@ class Tanh(torch.autograd.Function):
     """Saves an input and an output."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx, x):
         result = x.tanh()
         ctx.save_for_backward(x, result)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx, grad):
         x, result = ctx.saved_tensors
         return grad * (1 - result * result + 0 * x)
 
 
-def smooth(x: torch.Tensor) -> torch.Tensor:
+def smooth(x):
     """Several operations that inductor fuses: other bits than one by one."""
     return torch.sin(nn.functional.gelu(x) * torch.sigmoid(x))
 
 
 class Up(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, 2 * WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.linear(x).sigmoid() * 2
 
 
 class Block(nn.Module):
-    def __init__(self, *, has_function: bool = False) -> None:
+    def __init__(self, *, has_function=False):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = Up()
         self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.act: Callable[[torch.Tensor], torch.Tensor] = smooth
+        self.act = smooth
         self.has_function = has_function
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.down(self.act(self.up(self.norm(x))))
         return x + (Tanh.apply(y) if self.has_function else y)
 
 
-def whole_loss(y: torch.Tensor) -> torch.Tensor:
+def whole_loss(y):
     return y.square().log_softmax(-1).mean()
 
 
 class Compiling(torch.optim.Optimizer):
     """Updates each parameter by a compiled function, as Muon's Newton-Schulz iteration."""
 
-    def __init__(self, params: Any, update: Callable[..., None]) -> None:
+    def __init__(self, params, update):
         super().__init__(params, {"lr": 0.1})
         self.update = update
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -123,43 +120,43 @@ class Compiling(torch.optim.Optimizer):
                     self.update(p, p.grad, self.state[p]["momentum"])
 
 
-def update(p: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor) -> None:
+def update(p, grad, momentum):
     momentum.lerp_(grad, 0.1)
     direction = momentum / (momentum.norm() + 1e-7)
     p.add_(direction.sigmoid().mul(momentum).tanh(), alpha=-0.1)
 
 
-def _compile_blocks(model: nn.Module, how: Counted, full: bool) -> None:
+def _compile_blocks(model, how, full):
     for block in model.children():
         block.compile(backend=how, dynamic=False, fullgraph=full)
 
 
-def _wrap_blocks(model: nn.Module, how: Counted, full: bool) -> None:
+def _wrap_blocks(model, how, full):
     for name, block in list(model.named_children()):
         setattr(model, name, how.compile(block, full=full))
 
 
-def _compile_forwards(model: nn.Module, how: Counted, full: bool) -> None:
+def _compile_forwards(model, how, full):
     for block in model.children():
-        block.forward = how.compile(block.forward, full=full)  # type: ignore[method-assign]
+        block.forward = how.compile(block.forward, full=full)
 
 
-def _compile_model(model: nn.Module, how: Counted, full: bool) -> None:
+def _compile_model(model, how, full):
     model.compile(backend=how, dynamic=False, fullgraph=full)
 
 
-def _compile_parts(model: nn.Module, how: Counted, full: bool) -> None:
+def _compile_parts(model, how, full):
     for block in model.children():
         getattr(block, "_orig_mod", block).up.compile(backend=how, dynamic=False, fullgraph=full)
 
 
-def _compile_functions(model: nn.Module, how: Counted, full: bool) -> None:
+def _compile_functions(model, how, full):
     act = how.compile(smooth, full=full)
     for block in model.children():
         block.act = act
 
 
-COMPILED: dict[str, Callable[[nn.Module, Counted, bool], None]] = {
+COMPILED = {
     "nothing": lambda model, how, full: None,
     "block.compile()": _compile_blocks,
     "torch.compile(block)": _wrap_blocks,
@@ -184,7 +181,7 @@ class CompiledProgram:
     optimizer: str = "AdamW"
     seed: int = 0
 
-    def run(self, policy: dict[str, Any] | None, directory: Path) -> tuple[list[torch.Tensor], int]:
+    def run(self, policy, directory):
         """Train. Returns losses, gradients and weights of all steps, and how many graphs were compiled.
 
         Args:
@@ -227,27 +224,27 @@ class CompiledProgram:
                 offloader.drain_metrics()
         return found, how.num_graphs
 
-    def _is(self, compiled: str) -> bool:
+    def _is(self, compiled):
         return self.compiled == compiled
 
-    def _at(self, when: str, model: nn.Module, how: Counted) -> None:
+    def _at(self, when, model, how):
         if when == self.when:
             COMPILED[self.compiled](model, how, self.full)
 
-    def _loss(self, y: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _loss(self, y, loss_of):
         if not self.is_chunked:
             return loss_of(y)
         return torch.stack([loss_of(part) for part in y.chunk(2)]).sum()
 
-    def _optimizer(self, model: nn.Module, how: Counted) -> torch.optim.Optimizer:
+    def _optimizer(self, model, how):
         if self.optimizer == "Compiling":
             return Compiling(model.parameters(), how.compile(update))
-        kind: Any = getattr(torch.optim, self.optimizer)
-        return kind(model.parameters(), lr=0.01)  # type: ignore[no-any-return]
+        kind = getattr(torch.optim, self.optimizer)
+        return kind(model.parameters(), lr=0.01)
 
 
 @contextmanager
-def _offloader(policy: dict[str, Any] | None, directory: Path) -> Iterator[Offloader | None]:
+def _offloader(policy, directory):
     if policy is None:
         yield None
         return

@@ -1,36 +1,30 @@
 """Optimizers that are more than a step, for random programs. ``tests/optimizer/test_contract.py`` has more kinds."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
-
-Offload = Callable[[Optimizer], Optimizer]
 
 
 class Momentum(Optimizer):
     """By hand, with places for what a class adds."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
         self.prepare()
 
-    def prepare(self) -> None:
+    def prepare(self):
         """What it has of its own."""
 
-    def new_state(self, p: torch.Tensor) -> dict[str, Any]:
+    def new_state(self, p):
         return {"m": torch.zeros_like(p)}
 
-    def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
+    def update(self, p, state, rate):
         state["m"].mul_(0.9).add_(p.grad)
         p.sub_(state["m"], alpha=rate)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure=None):
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -48,14 +42,14 @@ class Momentum(Optimizer):
 class Lookahead(Optimizer):
     """As timm's: it owns the optimizer that it steps, has its groups, and keeps slow weights among its states."""
 
-    def __init__(self, base: Optimizer) -> None:
+    def __init__(self, base):
         self._base = base
         self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, defaultdict(dict)
         for group in self.param_groups:
             group.setdefault("lookahead_step", 0)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure=None):
         loss = self._base.step(closure)
         for group in self.param_groups:
             group["lookahead_step"] += 1
@@ -69,10 +63,10 @@ class Lookahead(Optimizer):
                         p.copy_(state["slow"])
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return self._base.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         self._base.load_state_dict(state_dict)
         self.param_groups = self._base.param_groups
 
@@ -80,11 +74,11 @@ class Lookahead(Optimizer):
 class OwnList(Momentum):
     """Finds its parameters in a list of its own."""
 
-    def prepare(self) -> None:
+    def prepare(self):
         self.mine = [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure=None):
         for p in self.mine:
             if p.grad is not None:
                 p.sub_(p.grad, alpha=0.1)
@@ -93,11 +87,11 @@ class OwnList(Momentum):
 class Views(Momentum):
     """Two states in one buffer, which is emptied as a whole."""
 
-    def new_state(self, p: torch.Tensor) -> dict[str, Any]:
+    def new_state(self, p):
         buffer = torch.zeros(2, *p.shape)
         return {"m": buffer[0], "n": buffer[1], "both": buffer}
 
-    def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
+    def update(self, p, state, rate):
         state["both"].mul_(0.9)
         state["n"].add_(p.grad.abs())
         state["m"].add_(p.grad)
@@ -107,11 +101,11 @@ class Views(Momentum):
 class TwoNames(Momentum):
     """One tensor, twice."""
 
-    def new_state(self, p: torch.Tensor) -> dict[str, Any]:
+    def new_state(self, p):
         state = super().new_state(p)
         return {**state, "n": state["m"]}
 
-    def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
+    def update(self, p, state, rate):
         super().update(p, state, rate)
         state["n"].mul_(0.5)
 
@@ -119,7 +113,7 @@ class TwoNames(Momentum):
 class KeepsGradient(Momentum):
     """A state that shows the gradient, which the next backward writes to."""
 
-    def update(self, p: torch.Tensor, state: dict[str, Any], rate: float) -> None:
+    def update(self, p, state, rate):
         p.sub_(state.setdefault("last", p.grad), alpha=rate)
         super().update(p, state, rate)
 
@@ -127,11 +121,11 @@ class KeepsGradient(Momentum):
 class OneForAll(Momentum):
     """All parameters share a state."""
 
-    def prepare(self) -> None:
-        self.common: dict[str, Any] = {"t": torch.zeros(())}
+    def prepare(self):
+        self.common = {"t": torch.zeros(())}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -143,17 +137,17 @@ class OneForAll(Momentum):
 class ReturnsText(Momentum):
     """The same each time."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure=None):
         return "done", super().step(closure)
 
 
 class OwnLoad(Momentum):
     """Counts how often it was loaded."""
 
-    def prepare(self) -> None:
+    def prepare(self):
         self.num_loads = 0
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
         self.num_loads += 1
         for group in self.param_groups:
@@ -163,17 +157,17 @@ class OwnLoad(Momentum):
 Momentum([torch.zeros(1)])  # PyTorch wraps the step of each class that has instances, to run hooks around it
 
 
-def _adamw(parameters: Any) -> Optimizer:
+def _adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-KINDS: dict[str, Callable[[Any, Offload], Optimizer]] = {
+KINDS = {
     "adamw": lambda p, offload: offload(_adamw(p)),
     "sgd": lambda p, offload: offload(torch.optim.SGD(p, lr=1e-2, momentum=0.9)),
     "owning": lambda p, offload: offload(Lookahead(_adamw(p))),
     "around": lambda p, offload: Lookahead(offload(_adamw(p))),
     **{
-        kind.__name__: lambda p, offload, kind=kind: offload(kind(p))  # type: ignore[misc]
+        kind.__name__: lambda p, offload, kind=kind: offload(kind(p))
         for kind in (Momentum, OwnList, Views, TwoNames, KeepsGradient, OneForAll, ReturnsText, OwnLoad)
     },
 }

@@ -5,13 +5,10 @@ from __future__ import annotations
 import copy
 import random
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError
 from tests.contracts.optimizer_kinds import KINDS
@@ -20,8 +17,6 @@ from tests.support import optimizer_pairs
 SHAPES = ((40, 60),) * 6 + ((7,), (90, 70))
 """Each of the first ones more than a subgroup holds, a small one, and one that is cut where that is exact."""
 NUM_STEPS = 5
-
-Offload = Callable[[Optimizer], Optimizer]
 
 
 class Training:
@@ -32,22 +27,22 @@ class Training:
         offload: makes an offloaded optimizer of a plain one, or gives it back.
     """
 
-    def __init__(self, kind: str, offload: Offload) -> None:
+    def __init__(self, kind, offload):
         generator = torch.Generator().manual_seed(1)
         self.parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-        self.optimizer: Any = KINDS[kind](self.parameters, offload)
+        self.optimizer = KINDS[kind](self.parameters, offload)
         self.generator = torch.Generator().manual_seed(2)
-        self.held: dict[str, Any] = {}
-        self.values: list[Any] = []
-        self.skipped: set[int] = set()
+        self.held = {}
+        self.values = []
+        self.skipped = set()
         self.has_closure = False
 
     @property
-    def first(self) -> Any:
+    def first(self):
         """A parameter that is always trained."""
         return self.optimizer.param_groups[0]["params"][0]
 
-    def set_gradients(self) -> None:
+    def set_gradients(self):
         for number, parameter in enumerate(p for group in self.optimizer.param_groups for p in group["params"]):
             gradient = torch.randn(parameter.shape, generator=self.generator)
             if number in self.skipped or not parameter.requires_grad:
@@ -57,27 +52,27 @@ class Training:
             else:
                 parameter.grad.copy_(gradient)
 
-    def step(self) -> None:
+    def step(self):
         self.set_gradients()
         closure = (lambda: torch.tensor(3.0)) if self.has_closure else None
         self.values.append(self.optimizer.step(*(() if closure is None else (closure,))))
 
-    def trace(self) -> list[Any]:
+    def trace(self):
         """All that training has come to."""
         groups = [p for group in self.optimizer.param_groups for p in group["params"]]
         return [[p.detach().clone() for p in (*self.parameters, *groups)], copy.copy(self.values)]
 
-    def states(self) -> list[Any]:
+    def states(self):
         """The states at the end, as the optimizer saves them."""
         saved = self.optimizer.state_dict()
         return [sorted(saved["state"]), *(list(state.items()) for _, state in sorted(saved["state"].items()))]
 
 
-def _state(training: Training) -> Any:
+def _state(training):
     return training.optimizer.state[training.first]
 
 
-def _tensor(training: Training) -> tuple[str, torch.Tensor] | None:
+def _tensor(training):
     """The first large tensor of the first parameter's state."""
     state = _state(training)
     return next(((k, v) for k, v in state.items() if isinstance(v, torch.Tensor) and v.numel() > 1), None)
@@ -86,63 +81,63 @@ def _tensor(training: Training) -> tuple[str, torch.Tensor] | None:
 # -- what may happen between two steps ---------------------------------------------------------------------------------
 
 
-def zero(training: Training) -> None:
+def zero(training):
     """As ReLoRA's resets do."""
     if found := _tensor(training):
         found[1].zero_()
 
 
-def prune(training: Training) -> None:
+def prune(training):
     for state in training.optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim() == 2:
                 value[::2] = 0
 
 
-def replace(training: Training) -> None:
+def replace(training):
     if found := _tensor(training):
         _state(training)[found[0]] = torch.full_like(found[1], 0.25)
 
 
-def delete(training: Training) -> None:
+def delete(training):
     training.optimizer.state.pop(training.first, None)
 
 
-def delete_item(training: Training) -> None:
+def delete_item(training):
     if training.first in training.optimizer.state:
         del training.optimizer.state[training.first]
 
 
-def clear(training: Training) -> None:
+def clear(training):
     training.optimizer.state.clear()
 
 
-def assign(training: Training) -> None:
+def assign(training):
     training.optimizer.state = defaultdict(dict)
 
 
-def hold(training: Training) -> None:
+def hold(training):
     """For :func:`zero_held`, steps later."""
     if found := _tensor(training):
         training.held["tensor"] = found[1]
 
 
-def zero_held(training: Training) -> None:
+def zero_held(training):
     if "tensor" in training.held:
         training.held["tensor"].mul_(0.5)
 
 
-def let_go(training: Training) -> None:
+def let_go(training):
     training.held.clear()
 
 
-def read(training: Training) -> None:
+def read(training):
     training.values.append(
         [float(v.sum()) for s in training.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     )
 
 
-def densify(training: Training) -> None:
+def densify(training):
     """Surgery as in Gaussian splatting: a longer parameter in the place of another, and its states with it."""
     group, optimizer = training.optimizer.param_groups[0], training.optimizer
     old = group["params"][0]
@@ -159,54 +154,54 @@ def densify(training: Training) -> None:
     group["params"][0] = new
 
 
-def share(training: Training) -> None:
+def share(training):
     """One state for two parameters."""
     one, other = training.optimizer.param_groups[0]["params"][:2]
     if training.optimizer.state.get(one) and training.optimizer.state.get(other) and one.shape == other.shape:
         training.optimizer.state[other] = training.optimizer.state[one]
 
 
-def alias(training: Training) -> None:
+def alias(training):
     """One tensor under another name."""
     if found := _tensor(training):
         _state(training)["again"] = found[1]
 
 
-def edit_alias(training: Training) -> None:
+def edit_alias(training):
     if "again" in _state(training):
         _state(training)["again"].add_(0.125)
 
 
-def add_group(training: Training) -> None:
+def add_group(training):
     extra = nn.Parameter(torch.ones(40, 60))
     training.parameters.append(extra)
     training.optimizer.add_param_group({"params": [extra]})
 
 
-def freeze(training: Training) -> None:
+def freeze(training):
     training.optimizer.param_groups[0]["params"][2].requires_grad_(False)
 
 
-def schedule(training: Training) -> None:
+def schedule(training):
     for group in training.optimizer.param_groups:
         group["lr"] *= 0.5
 
 
-def scheduler(training: Training) -> None:
+def scheduler(training):
     """It sets a step that counts."""
     training.held["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
 
 
-def skip(training: Training) -> None:
+def skip(training):
     training.skipped ^= {1, 3}
 
 
-def use_closure(training: Training) -> None:
+def use_closure(training):
     training.has_closure = not training.has_closure
 
 
-def edit_in_hooks(training: Training) -> None:
-    def halve(optimizer: Any, *_: Any) -> None:
+def edit_in_hooks(training):
+    def halve(optimizer, *_):
         state = optimizer.state.get(training.first, {})
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim() == 2:
@@ -218,16 +213,16 @@ def edit_in_hooks(training: Training) -> None:
         training.optimizer.register_state_dict_pre_hook(halve)
 
 
-def checkpoint(training: Training) -> None:
+def checkpoint(training):
     training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
 
 
-def own_step(training: Training) -> None:
+def own_step(training):
     """A step of the user's on the instance, as a counting or clipping wrapper is."""
     optimizer = getattr(training.optimizer, "inner", training.optimizer)
     original = type(optimizer).step
 
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(*args, **kwargs):
         with torch.no_grad():
             training.first.mul_(0.5)
         return original(optimizer, *args, **kwargs)
@@ -235,7 +230,7 @@ def own_step(training: Training) -> None:
     optimizer.step = step
 
 
-ACTIONS: dict[str, Callable[[Training], None]] = {
+ACTIONS = {
     action.__name__: action
     for action in (
         *(zero, prune, replace, delete, delete_item, clear, assign, hold, zero_held, let_go, read, densify, share),
@@ -255,7 +250,7 @@ class Program:
     actions: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def random(cls, seed: int, *, kind: str | None = None, action: str | None = None) -> Program:
+    def random(cls, seed, *, kind=None, action=None):
         """One of many.
 
         Args:
@@ -264,7 +259,7 @@ class Program:
             action: with this action in the middle.
         """
         chosen = random.Random(seed)
-        steps: list[list[str]] = []
+        steps = []
         for step in range(NUM_STEPS):
             names = [name for name in ACTIONS if step == NUM_STEPS - 1 or name not in _ENDING]
             steps.append(chosen.sample(names, chosen.choice((0, 0, 1, 1, 2))))
@@ -273,14 +268,14 @@ class Program:
         return cls(kind or chosen.choice(list(KINDS)), tuple(map(tuple, steps)))
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     """Whether two traces are the same, bit for bit."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and optimizer_pairs.same(one, other)
 
 
-def play(program: Program, offload: Offload) -> str:
+def play(program, offload):
     """Train twice, side by side.
 
     Returns:
@@ -317,7 +312,7 @@ def play(program: Program, offload: Offload) -> str:
     return "equal" if same(mine.states(), states) else "states differ"
 
 
-def _raised(mine: Training, call: Callable[[Training], object], error: Exception, place: str) -> str:
+def _raised(mine, call, error, place):
     """What plain training raised has to come here, too, unless it is refused before it touches anything."""
     before = mine.trace()
     try:

@@ -4,11 +4,6 @@ The backends "eager" and "aot_eager" give the bits of uncompiled code, so that t
 compiled.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,7 +18,7 @@ pytestmark = [
 ]
 
 
-def compare(program: CompiledProgram, mode: str, directory: Path) -> None:
+def compare(program, mode, directory):
     """Compare with plain PyTorch.
 
     Raises:
@@ -55,24 +50,24 @@ NUM_DEFAULT = 3
     ("compiled", "when", "mode"),
     COMPILED[:NUM_DEFAULT] + [pytest.param(*row, marks=pytest.mark.exhaustive) for row in COMPILED[NUM_DEFAULT:]],
 )
-def test_what_is_compiled_stays_compiled(compiled: str, when: str, mode: str, tmp_path: Path) -> None:
+def test_what_is_compiled_stays_compiled(compiled, when, mode, tmp_path):
     compare(CompiledProgram(compiled, when, has_function=when == "after registering", is_chunked=True), mode, tmp_path)
 
 
 @pytest.mark.parametrize("compiled", ["nothing", pytest.param("block.compile()", marks=pytest.mark.exhaustive)])
-def test_a_function_that_the_optimizer_compiles(compiled: str, tmp_path: Path) -> None:
+def test_a_function_that_the_optimizer_compiles(compiled, tmp_path):
     """Dynamo marks what it meets under a mode, as in a rehearsal of a step, as never to be compiled."""
     compare(CompiledProgram(compiled, optimizer="Compiling"), "states", tmp_path)
 
 
-def test_blocks_that_are_compiled_before_are_refused_where_all_is_recomputed(tmp_path: Path) -> None:
+def test_blocks_that_are_compiled_before_are_refused_where_all_is_recomputed(tmp_path):
     program = CompiledProgram("block.compile()", "before registering")
     with pytest.raises(ConfigError, match=r"but compiled or scripted ones.*activations='offload'"):
         program.run(MODES["recompute"], tmp_path)
 
 
 @pytest.mark.parametrize("has_activations", [False, True])
-def test_a_compiled_step_is_refused_where_states_are_offloaded(has_activations: bool, tmp_path: Path) -> None:
+def test_a_compiled_step_is_refused_where_states_are_offloaded(has_activations, tmp_path):
     """As PyTorch's tutorial compiles an optimizer. Compiled for some of the parameters at a time, it has other bits."""
     policy = OffloadPolicy(activations="offload" if has_activations else "keep", optimizer_states="offload")
     weight = torch.nn.Parameter(torch.ones(64, 97))
@@ -82,7 +77,7 @@ def test_a_compiled_step_is_refused_where_states_are_offloaded(has_activations: 
             weight.sin().sum().backward()
         offloader.end_backward()
         before, evaluations = weight.detach().clone(), []
-        step: Any = torch.compile(lambda: optimizer.step(lambda: evaluations.append(1)))
+        step = torch.compile(lambda: optimizer.step(lambda: evaluations.append(1)))
         with pytest.raises(ConfigError, match=r"AdamW runs under torch\.compile.*optimizer_states='keep'"):
             step()
         assert torch.equal(weight, before)

@@ -1,18 +1,11 @@
 """Random optimizers and edits of their states: the bits of plain training, or a refusal; never another number."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
-from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.optimizer.live_states import LiveStates
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.contracts.optimizer_kinds import KINDS
 from tests.contracts.optimizer_programs import ACTIONS, Program, play
@@ -22,21 +15,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:this optimizer's states share me
 
 
 @pytest.fixture(autouse=True)
-def tiny_subgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny_subgroups(monkeypatch):
     """So that most of a program's states are on the drive between steps."""
     monkeypatch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 16 << 10)
     monkeypatch.setattr("lightning_ssd.optimizer.step.subgroups.GRANULE", 1024)
 
 
 @contextmanager
-def player(directory: Path, **kwargs: Any) -> Iterator[Callable[[Program], str]]:
+def player(directory, **kwargs):
     """Plays programs with the files of one offloader."""
     with opened(directory, verify="off", declared=(*KINDS, "Lookahead"), **kwargs) as offloader:
 
-        def verdict(program: Program) -> str:
-            made: list[OffloadedOptimizer] = []
+        def verdict(program):
+            made = []
 
-            def offload(optimizer: Optimizer) -> Optimizer:
+            def offload(optimizer):
                 offloaded = offloader.offload_optimizer(optimizer)
                 assert isinstance(offloaded, OffloadedOptimizer)
                 made.append(offloaded)
@@ -51,7 +44,7 @@ def player(directory: Path, **kwargs: Any) -> Iterator[Callable[[Program], str]]
         yield verdict
 
 
-def assert_never_wrong(programs: list[Program], directory: Path, **kwargs: Any) -> dict[str, int]:
+def assert_never_wrong(programs, directory, **kwargs):
     counts = {"equal": 0, "refused": 0}
     with player(directory, **kwargs) as verdict:
         for program in programs:
@@ -68,7 +61,7 @@ SHARE_MEMORY = ("Views", "TwoNames", "KeepsGradient")
 REFUSED = ("owning", "OwnList", "OneForAll", *SHARE_MEMORY)
 
 
-def test_each_optimizer_is_exact_or_refused(spill_dir: Path) -> None:
+def test_each_optimizer_is_exact_or_refused(spill_dir):
     """Declared, without edits."""
     assert {*EXACT, *REFUSED} == KINDS.keys()
     with player(spill_dir) as verdict:
@@ -78,7 +71,7 @@ def test_each_optimizer_is_exact_or_refused(spill_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "Momentum"])
-def test_each_action_is_exact_or_refused(kind: str, spill_dir: Path) -> None:
+def test_each_action_is_exact_or_refused(kind, spill_dir):
     with player(spill_dir) as verdict:
         found = {name: verdict(Program(kind, ((), (), ("hold", name), ("zero_held",), ()))) for name in ACTIONS}
     assert found == {name: "refused" if name in ("share", "own_step") else "equal" for name in ACTIONS}
@@ -89,38 +82,38 @@ MANY = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(3700)]
 
 @pytest.mark.parametrize("host_memory", [0, 64 << 10])
 @pytest.mark.parametrize("num", [30, pytest.param(1_000, marks=MANY)])
-def test_random_programs_are_exact_or_refused(num: int, host_memory: int, spill_dir: Path) -> None:
+def test_random_programs_are_exact_or_refused(num, host_memory, spill_dir):
     programs = [Program.random(seed) for seed in range(host_memory, host_memory + num)]
     assert assert_never_wrong(programs, spill_dir, host_memory=host_memory)["equal"] >= num / 3
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args, **kwargs):
     """In the place of a refusal."""
 
 
 _step = OffloadedOptimizer.step
 
 
-def _unknown(self: OffloadedOptimizer, closure: Any = None) -> Any:
+def _unknown(self, closure=None):
     if any("lookahead_step" not in group for group in self.param_groups):
         raise IndexError("lookahead_step")
     return _step(self, closure)
 
 
-def _refused_late(self: OffloadedOptimizer, closure: Any = None) -> Any:
+def _refused_late(self, closure=None):
     loss = _step(self, closure)
     if any("lookahead_step" not in group for group in self.param_groups):
         raise ConfigError("not so")
     return loss
 
 
-def _read_only(self: LiveStates, key: Any) -> Any:
+def _read_only(self, key):
     """A look at a state that is a copy."""
     return copy.deepcopy(self._states.read(key)) if key in self else {}
 
 
 _OPTIMIZER, _STATES, _STEP = "optimizer.offloaded_optimizer", "optimizer.live_states", "optimizer.step"
-_LATER: dict[str, Any] = {
+_LATER = {
     f"{_OPTIMIZER}.rehearse": _nothing,
     "optimizer.paged_states.PagedStates._check_others": lambda self, before, given: before,
     "optimizer.paged_states.are_own": lambda *_: True,
@@ -131,11 +124,11 @@ _UNDECLARED = {f"{_OPTIMIZER}.refuse_undeclared": _nothing, **_LATER}
 _COPIES = {f"{_STATES}.LiveStates.__getitem__": _read_only}
 
 
-def _with(kind: str, action: str = "read") -> Program:
+def _with(kind, action="read"):
     return Program(kind, ((), (), (action,), (), ()))
 
 
-MENDS: dict[str, tuple[dict[str, Any], Program]] = {
+MENDS = {
     # What is taken out: by what, and the program that must find it.
     "owned optimizers": ({f"{_OPTIMIZER}.refuse_by_kind": _nothing, **_LATER}, _with("owning")),
     "own parameters": (_UNDECLARED, _with("OwnList")),
@@ -177,7 +170,7 @@ CHEAP = ("own parameters", "edits in place", "OneForAll", "held by the user", "a
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in CHEAP else pytest.mark.exhaustive) for name in MENDS]
 )
-def test_what_is_not_mended_is_found(name: str, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_mended_is_found(name, spill_dir, monkeypatch):
     replaced, program = MENDS[name]
     with player(spill_dir) as verdict:
         assert verdict(program) in ("equal", "refused")

@@ -177,10 +177,13 @@ for claims in (["fix", "reuse", "fix"], ["reuse", "fix"], ["fix"]):
     ),
 }
 """What they print, in MiB, and what is to hold of each value or of all."""
+SEVERAL = [name for name in PROGRAMS if "claim" in name or "128 MiB" in name]
 
 
 @glibc_only
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in SEVERAL else ()) for name in PROGRAMS]
+)
 def test_what_stays_resident(name, forks):
     program, holds = PROGRAMS[name]
     values = [int(value) for value in run(PATTERN + program, forks).split()]
@@ -191,7 +194,7 @@ def test_what_stays_resident(name, forks):
 @pytest.mark.parametrize(
     "env",
     [
-        {"MALLOC_MMAP_THRESHOLD_": "1048576"},
+        pytest.param({"MALLOC_MMAP_THRESHOLD_": "1048576"}, marks=pytest.mark.exhaustive),
         {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072:glibc.malloc.mmap_threshold=1048576"},
     ],
 )
@@ -227,21 +230,15 @@ def test_where_pytorch_has_tensors_in_whole_pages_what_one_leaves_fits_the_next_
 
 @glibc_only
 def test_a_setting_of_pytorch_is_told_by_addresses():
-    ask = "from lightning_ssd.memory.malloc import *; print(has_whole_pages(), malloc_name())"
-    with_pages, without = run(ask, **ON), run(ask, **OFF)
+    """The recipes turn it on, where a user has not said otherwise."""
+    ask = "import recipes; from lightning_ssd.memory.malloc import *; print(has_whole_pages(), malloc_name())"
+    with_pages, without = run(ask, ("env", "-u", PAGES_VARIABLE, sys.executable)), run(ask, **OFF)
     assert with_pages.startswith("True glibc ")
     assert with_pages.endswith(", tensors in whole pages")
     assert without.startswith("False glibc ")
     assert "pages" not in without
     fakes = "from torch._subclasses.fake_tensor import FakeTensorMode\nFakeTensorMode().__enter__()\n"
     assert run(fakes + ask.replace("malloc_name()", ""), **ON) == "True"
-
-
-@glibc_only
-def test_the_recipes_have_it_and_a_user_may_say_otherwise():
-    begin = "import recipes; from lightning_ssd.memory.malloc import has_whole_pages; print(has_whole_pages())"
-    assert run(begin, ("env", "-u", PAGES_VARIABLE, sys.executable)) == "True"
-    assert run(begin, **OFF) == "False"
 
 
 def test_a_foreign_malloc_is_left_alone(monkeypatch):

@@ -1,11 +1,5 @@
 """Room for optimizer states is taken at setup: a drive that is too small is found before the first step."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -16,7 +10,7 @@ from tests.support.optimizer_pairs import Pair, adamw, files_of, offloaded_pair,
 MIB = 1 << 20
 NUM_ELEMENTS = 3 * MIB  # AdamW: 24 MiB of states
 SHAPES = ((NUM_ELEMENTS // 12,),) * 12
-KINDS: dict[str, tuple[int, Callable[[Any], torch.optim.Optimizer]]] = {
+KINDS = {
     "adamw": (2, torch.optim.AdamW),
     "amsgrad": (3, lambda p: torch.optim.Adam(p, amsgrad=True)),
     "sgd": (1, lambda p: torch.optim.SGD(p, momentum=0.9)),
@@ -26,12 +20,12 @@ KINDS: dict[str, tuple[int, Callable[[Any], torch.optim.Optimizer]]] = {
 """How many states each has."""
 
 
-def spilled(optimizer: torch.optim.Optimizer) -> list[int]:
+def spilled(optimizer):
     return [arena.size_bytes for arena in files_of(optimizer).tier._arenas]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_reserved_suffices_for_all_steps(kind: str, spill_dir: Path) -> None:
+def test_what_is_reserved_suffices_for_all_steps(kind, spill_dir):
     num_states, make = KINDS[kind]
     with offloaded_pair(make, spill_dir, SHAPES) as (pair, optimizer):
         reserved = spilled(optimizer)[0]
@@ -42,7 +36,7 @@ def test_what_is_reserved_suffices_for_all_steps(kind: str, spill_dir: Path) -> 
         assert spilled(optimizer) == [reserved]
 
 
-def test_a_full_drive_is_found_at_setup_and_nothing_is_lost(small_disk: Callable[[int], Path]) -> None:
+def test_a_full_drive_is_found_at_setup_and_nothing_is_lost(small_disk):
     directory, pair = small_disk(24), Pair(adamw, SHAPES)
     pair.step(pair.inner)
     with opened(directory) as offloader:
@@ -53,9 +47,7 @@ def test_a_full_drive_is_found_at_setup_and_nothing_is_lost(small_disk: Callable
     pair.check()
 
 
-def test_what_one_directory_has_no_room_for_goes_to_the_other(
-    spill_dir: Path, small_disk: Callable[[int], Path]
-) -> None:
+def test_what_one_directory_has_no_room_for_goes_to_the_other(spill_dir, small_disk):
     pair = Pair(adamw, SHAPES * 2)
     with wrapped(pair.inner, small_disk(26), spill_dir) as optimizer:
         reserved = spilled(optimizer)
@@ -66,7 +58,7 @@ def test_what_one_directory_has_no_room_for_goes_to_the_other(
         pair.check()
 
 
-def test_more_parameters_take_more_room(spill_dir: Path) -> None:
+def test_more_parameters_take_more_room(spill_dir):
     with offloaded_pair(adamw, spill_dir, SHAPES) as (_, optimizer):
         before = spilled(optimizer)[0]
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]})

@@ -38,12 +38,7 @@ def gradients(step, like):
 
 @contextmanager
 def offloaded(optimizer, directory, *, master_weights=True):
-    policy = OffloadPolicy(
-        activations="keep",
-        optimizer_states="offload",
-        master_weights=master_weights,
-        verify="full",
-    )
+    policy = OffloadPolicy(activations="keep", optimizer_states="offload", master_weights=master_weights, verify="full")
     with Offloader(policy=policy, hardware=HardwareProfile(paths=str(directory))).open() as offloader:
         wrapped = offloader.offload_optimizer(optimizer)
         assert isinstance(wrapped, OffloadedOptimizer)

@@ -9,13 +9,7 @@ import torch
 
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.support.interrupted_points import PointsIn
-from tests.support.optimizer_pairs import (
-    Pair,
-    adamw,
-    assert_same_states,
-    offloaded,
-    opened,
-)
+from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, offloaded, opened
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -94,12 +88,15 @@ PROGRAMS = {
     "step after a load of the inner": (adamw, _load_inner, _step),
 }
 """What is optimized by, what is done before, and what is interrupted."""
+DEFAULT = ("zero", "replace what is lent", "delete what is lent", "load", "step after zero")
 
 
 @pytest.mark.parametrize(
     "is_whole", [False, pytest.param(True, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3700)])]
 )
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive) for name in PROGRAMS]
+)
 def test_at_each_point_it_is_done_or_not_or_known_to_be_incomplete(name, is_whole, spill_dir):
     """And training goes on with the same bits.
 

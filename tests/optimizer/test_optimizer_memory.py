@@ -17,6 +17,21 @@ SHAPES = ((64, 1024),) * 40
 STATE_BYTES = 2 * 4 * 64 * 1024 * 40  # of AdamW
 
 
+def test_states_move_in_the_update_alone(spill_dir):
+    """So they never wait for activations at a drive, nor these for them: each has queues of its own."""
+    pair, backends = Pair(torch.optim.AdamW, SHAPES), []
+    with wrapped(pair.inner, spill_dir, faults=backends) as optimizer:
+        for backend in backends:
+            backend.delay_s = 0.02
+        for _ in range(3):
+            pair.set_gradients()
+            optimizer.step()
+            moved = store_of(optimizer).tier.progress()
+            time.sleep(0.1)
+            assert store_of(optimizer).tier.progress() == moved, "something moved behind the update"
+        assert moved.read_bytes > STATE_BYTES
+
+
 @pytest.mark.parametrize("share", [0.25, 1.5, 4.0])
 def test_optimizers_share_host_memory(share, spill_dir):
     """The first one takes what it can use, the second one what is left; the activations' tier the rest."""

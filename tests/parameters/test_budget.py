@@ -33,7 +33,7 @@ def trained(settings, directory):
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-@pytest.fixture(scope="module", params=["frozen", "trained"])
+@pytest.fixture(scope="module", params=[pytest.param("frozen", marks=pytest.mark.exhaustive), "trained"])
 def kept(request, tmp_path_factory):
     """How a kind is trained, and what is told of training it without us."""
     chosen = {"frozen": FROZEN, "trained": TRAINED}[request.param] | SMALL

@@ -107,7 +107,7 @@ def test_bits_of_every_layout(layout, files, gradients):
 
 
 def test_without_proc_a_gradient_stays_in_memory(gradients, monkeypatch):
-    def refuse(path: str, mode: str) -> None:
+    def refuse(path, mode):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     monkeypatch.setattr(io, "FileIO", refuse)

@@ -274,7 +274,7 @@ def test_swapping_tensors_is_refused_while_they_are_offloaded(does, options, ope
     """By PyTorch, which finds a weak reference of ours."""
     offloader = opened(**options)
 
-    def swap(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def swap(model, optimizer, step):
         if step == 1:
             with pytest.raises(RuntimeError, match=r"weakref associated|Couldn't swap"):
                 does(model)

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -10,7 +7,7 @@ from tests.support.trainers import one_thread
 
 
 @pytest.fixture(params=["states", pytest.param("everything", marks=pytest.mark.exhaustive)])
-def what_is_away(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def what_is_away(request, monkeypatch):
     """Trainings of ``lightning_pairs`` run with optimizer states in files, and with weights and gradients as well."""
     for name, module in list(sys.modules.items()):
         if name.endswith("tests.parity.lightning_pairs"):  # over either package of Lightning
@@ -19,7 +16,7 @@ def what_is_away(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def many_subgroups(small_subgroups: None) -> Iterator[None]:
+def many_subgroups(small_subgroups):
     """Large parameters are cut, and sums are made in one order."""
     with one_thread():
         yield

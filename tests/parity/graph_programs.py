@@ -1,40 +1,34 @@
 """Programs that use graphs in unusual ways, for ``test_graphs.py``."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.models import Perceptrons, floats
-from tests.support.helpers import Session, meaning_of
-
-Program = Callable[[Session], Any]
+from tests.support.helpers import meaning_of
 
 
-def network(session: Session, *, num_blocks: int = 3, dropout: float = 0.1) -> nn.Module:
+def network(session, *, num_blocks=3, dropout=0.1):
     torch.manual_seed(7)
     model = Perceptrons(num_blocks=num_blocks, dropout=dropout)
     session.register(model)
     return model
 
 
-def gradients(model: nn.Module) -> list[Tensor | None]:
+def gradients(model):
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
 
 
-def of_network(train: Callable[[Session, nn.Module], Any]) -> Program:
+def of_network(train):
     """A program that gives the gradients of a small network, and what ``train`` gives."""
 
     @wraps(train)
-    def program(session: Session) -> Any:
+    def program(session):
         model = network(session)
         more = train(session, model)
         return gradients(model), more
@@ -42,13 +36,13 @@ def of_network(train: Callable[[Session, nn.Module], Any]) -> Program:
     return program
 
 
-def forward(session: Session, model: nn.Module, step: int = 0) -> Tensor:
+def forward(session, model, step=0):
     with session.saved():
         return model(floats(step, 60, 40)).square().mean()
 
 
 @of_network
-def retained(session: Session, model: nn.Module) -> None:
+def retained(session, model):
     """Three backwards through one graph, with other work in between."""
     loss = forward(session, model)
     for repeat in range(3):
@@ -57,7 +51,7 @@ def retained(session: Session, model: nn.Module) -> None:
 
 
 @of_network
-def double_backward(session: Session, model: nn.Module) -> Any:
+def double_backward(session, model):
     """The gradient's own graph is packed inside backward."""
     x = floats(0, 60, 40).requires_grad_()
     with session.saved():
@@ -69,7 +63,7 @@ def double_backward(session: Session, model: nn.Module) -> Any:
 
 
 @of_network
-def double_backward_outside(session: Session, model: nn.Module) -> Any:
+def double_backward_outside(session, model):
     """As above, with the first backward after forward's context."""
     x = floats(0, 60, 40).requires_grad_()
     with session.saved():
@@ -82,7 +76,7 @@ def double_backward_outside(session: Session, model: nn.Module) -> Any:
     return x.grad
 
 
-def third_derivative(session: Session) -> Any:
+def third_derivative(session):
     x = floats(0, 64, 64).requires_grad_()
     with session.saved():
         y = (x.sin() * x.exp()).sum()
@@ -92,7 +86,7 @@ def third_derivative(session: Session) -> Any:
     return y.detach()
 
 
-def losses_with_shared_trunk(session: Session) -> Any:
+def losses_with_shared_trunk(session):
     model, heads = network(session), nn.ModuleList(nn.Linear(40, 5) for _ in range(3))
     session.register(heads)
     with session.saved():
@@ -105,7 +99,7 @@ def losses_with_shared_trunk(session: Session) -> Any:
     return gradients(model), gradients(heads)
 
 
-def partial_backward(session: Session) -> Any:
+def partial_backward(session):
     """Gradients of one part of the graph only; the rest is dropped unread."""
     model = network(session)
     with session.saved():
@@ -118,7 +112,7 @@ def partial_backward(session: Session) -> Any:
 
 
 @of_network
-def backward_twice_without_retaining(session: Session, model: nn.Module) -> None:
+def backward_twice_without_retaining(session, model):
     """Plain PyTorch's error about a freed graph."""
     loss = forward(session, model)
     session.backward(loss)
@@ -126,9 +120,9 @@ def backward_twice_without_retaining(session: Session, model: nn.Module) -> None
 
 
 @of_network
-def many_graphs_alive(session: Session, model: nn.Module) -> None:
+def many_graphs_alive(session, model):
     """Eight graphs at once, backward in a scrambled order, half of them dropped."""
-    losses: list[Tensor | None] = [forward(session, model, step) for step in range(8)]
+    losses = [forward(session, model, step) for step in range(8)]
     session.drain()
     for number in (5, 0, 7, 2):
         loss, losses[number] = losses[number], None
@@ -138,7 +132,7 @@ def many_graphs_alive(session: Session, model: nn.Module) -> None:
 
 
 @of_network
-def backward_inside_the_context(session: Session, model: nn.Module) -> None:
+def backward_inside_the_context(session, model):
     with session.saved():
         loss = model(floats(0, 60, 40)).square().mean()
         session.drain()
@@ -146,7 +140,7 @@ def backward_inside_the_context(session: Session, model: nn.Module) -> None:
     session.end()
 
 
-def evaluation_between(session: Session) -> Any:
+def evaluation_between(session):
     model, results = network(session), []
     with session.saved():
         loss = model(floats(0, 60, 40)).square().mean()
@@ -158,7 +152,7 @@ def evaluation_between(session: Session) -> Any:
 
 
 @of_network
-def step_borders_in_odd_places(session: Session, model: nn.Module) -> None:
+def step_borders_in_odd_places(session, model):
     """`end_backward` before, inside, twice, and not at all."""
     session.end()
     for step in range(4):
@@ -171,11 +165,11 @@ def step_borders_in_odd_places(session: Session, model: nn.Module) -> None:
             session.end()
 
 
-def _in_thread(work: Callable[[], Any]) -> Any:
-    results: list[Any] = []
-    failures: list[BaseException] = []
+def _in_thread(work):
+    results = []
+    failures = []
 
-    def body() -> None:
+    def body():
         try:
             results.append(work())
         except BaseException as error:
@@ -190,17 +184,17 @@ def _in_thread(work: Callable[[], Any]) -> Any:
 
 
 @of_network
-def all_in_another_thread(session: Session, model: nn.Module) -> None:
+def all_in_another_thread(session, model):
     loss = _in_thread(lambda: forward(session, model))
     session.drain()
     _in_thread(loss.backward)
     _in_thread(session.end)
 
 
-def threads_at_once(session: Session) -> Any:
+def threads_at_once(session):
     """Four threads train four models through one offloader."""
 
-    def train(number: int) -> Any:
+    def train(number):
         model = networks[number]
         for step in range(5):
             loss = forward(session, model, step + 10 * number)
@@ -208,9 +202,9 @@ def threads_at_once(session: Session) -> Any:
         return gradients(model)
 
     networks = [network(session, num_blocks=1 + number, dropout=0.0) for number in range(4)]
-    results: dict[int, Any] = {}
+    results = {}
 
-    def body(number: int) -> None:
+    def body(number):
         try:
             results[number] = train(number)
         except Exception as error:
@@ -229,8 +223,8 @@ class Boom(Exception):
 
 
 @of_network
-def exception_in_forward(session: Session, model: nn.Module) -> None:
-    def half_a_forward(model: nn.Module, step: int) -> None:
+def exception_in_forward(session, model):
+    def half_a_forward(model, step):
         with session.saved():
             model(floats(step, 60, 40)).sin()
             raise Boom
@@ -242,9 +236,9 @@ def exception_in_forward(session: Session, model: nn.Module) -> None:
 
 
 @of_network
-def exception_in_backward(session: Session, model: nn.Module) -> None:
+def exception_in_backward(session, model):
 
-    def explode(grad: Tensor) -> None:
+    def explode(grad):
         raise Boom
 
     for step in range(3):
@@ -262,17 +256,17 @@ def exception_in_backward(session: Session, model: nn.Module) -> None:
         session.backward(forward(session, model, step))
 
 
-def gradients_that_are_saved_tensors(session: Session) -> Any:
+def gradients_that_are_saved_tensors(session):
     """Backward hands a saved tensor on as the gradient; the gradient is then edited, and backward runs again."""
 
     class Product(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        def forward(ctx, x, y):
             ctx.save_for_backward(x, y)
             return (x * y).sum()
 
         @staticmethod
-        def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+        def backward(ctx, _):
             x, y = ctx.saved_tensors
             return y, x
 
@@ -295,16 +289,16 @@ class GivesSaved(torch.autograd.Function):
     """Its backward returns what it has saved, as fused losses do that compute gradients in forward."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *leaves: Tensor) -> Tensor:
+    def forward(ctx, gradient, *leaves):
         ctx.save_for_backward(*[gradient] * len(leaves))
-        return sum((leaf * gradient).sum() for leaf in leaves)  # type: ignore[return-value]
+        return sum((leaf * gradient).sum() for leaf in leaves)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *_):
         return None, *ctx.saved_tensors
 
 
-def gives_saved(session: Session, leaves: list[nn.Parameter], num_steps: int, *, at_once: bool) -> None:
+def gives_saved(session, leaves, num_steps, *, at_once):
     """``at_once``: one function for all leaves; else one for each, with the same gradient."""
     for step in range(num_steps):
         with session.saved():
@@ -313,11 +307,11 @@ def gives_saved(session: Session, leaves: list[nn.Parameter], num_steps: int, *,
             loss = sum(GivesSaved.apply(gradient, *group) for group in groups)
             del gradient
         session.drain()
-        loss.backward()  # type: ignore[union-attr]
+        loss.backward()
         session.end()
 
 
-def leaves_of_one_gradient(session: Session, *, at_once: bool) -> Any:
+def leaves_of_one_gradient(session, *, at_once):
     """It becomes the gradient of two leaves, which have memory of their own all the same."""
     leaves = [nn.Parameter(floats(number, 60, 40)) for number in range(2)]
     gives_saved(session, leaves, 2, at_once=at_once)
@@ -325,7 +319,7 @@ def leaves_of_one_gradient(session: Session, *, at_once: bool) -> Any:
     return [leaf.grad for leaf in leaves]
 
 
-def batch_that_is_the_gradient(session: Session, between: Callable[[Tensor], Tensor] = lambda leaf: leaf) -> Any:
+def batch_that_is_the_gradient(session, between=lambda leaf: leaf):
     """Clearing the gradient leaves the batch alone; ``between``: through what hands a gradient on as it is."""
     leaf, batch = nn.Parameter(floats(0, 60, 40)), floats(1, 60, 40)
     with session.saved():
@@ -340,11 +334,11 @@ class GivesNone(torch.autograd.Function):
     """The first input gets no gradient, when the others get theirs."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx, leaf, x):
         return x.sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx, gradient):
         return None, gradient.expand(60, 40)
 
 
@@ -352,13 +346,13 @@ class SavesExp(torch.autograd.Function):
     """Asks for what it has saved, as any Function does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         y = x.exp()
         ctx.save_for_backward(y)
         return y * 1
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         (y,) = ctx.saved_tensors
         return gradient * y
 
@@ -367,42 +361,38 @@ class GivesSavedAfter(torch.autograd.Function):
     """Has a graph of its own, whose backward runs before it returns what it has saved."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *leaves: Tensor) -> Tensor:
+    def forward(ctx, gradient, *leaves):
         with torch.enable_grad():
             ctx.inner = leaves[0].detach().requires_grad_()
             ctx.outer = SavesExp.apply(ctx.inner.sin()).sum()
         ctx.save_for_backward(gradient)
-        return sum((leaf * gradient).sum() for leaf in leaves)  # type: ignore[return-value]
+        return sum((leaf * gradient).sum() for leaf in leaves)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *_):
         (gradient,) = ctx.saved_tensors
         torch.autograd.grad(ctx.outer, ctx.inner)
         return None, *[gradient] * (len(ctx.needs_input_grad) - 1)
 
 
-def _through_a_sum(batch: Tensor, leaves: list[Tensor]) -> Tensor:
+def _through_a_sum(batch, leaves):
     between = leaves[0] + leaves[1]
-    loss: Tensor = GivesSaved.apply(batch, between, SavesExp.apply(leaves[2]))
-    return loss
+    return GivesSaved.apply(batch, between, SavesExp.apply(leaves[2]))
 
 
-def _of_a_leaf_that_waits(batch: Tensor, leaves: list[Tensor]) -> Tensor:
+def _of_a_leaf_that_waits(batch, leaves):
     late = GivesNone.apply(leaves[0], leaves[1].exp())
     other = SavesExp.apply(leaves[2])
-    return GivesSaved.apply(batch, leaves[0], other) + late + other.sum()  # type: ignore[no-any-return]
+    return GivesSaved.apply(batch, leaves[0], other) + late + other.sum()
 
 
-def _after_another_backward(batch: Tensor, leaves: list[Tensor]) -> Tensor:
-    loss: Tensor = GivesSavedAfter.apply(batch, *leaves)
-    return loss
+def _after_another_backward(batch, leaves):
+    return GivesSavedAfter.apply(batch, *leaves)
 
 
-def batch_that_is_the_gradient_when_others_have_run(
-    session: Session, forward: Callable[[Tensor, list[Tensor]], Tensor]
-) -> Any:
+def batch_that_is_the_gradient_when_others_have_run(session, forward):
     """Between a Function and the leaves that get what it was given, other nodes ask for their saved tensors."""
-    leaves: list[Tensor] = [nn.Parameter(floats(number, 60, 40)) for number in range(3)]
+    leaves = [nn.Parameter(floats(number, 60, 40)) for number in range(3)]
     batch = floats(3, 60, 40)
     with session.saved():
         loss = forward(batch, leaves)
@@ -413,7 +403,7 @@ def batch_that_is_the_gradient_when_others_have_run(
     return batch, gradients
 
 
-def retained_gradient_that_is_edited(session: Session) -> Any:
+def retained_gradient_that_is_edited(session):
     """What is done to the gradient leaves the graph alone, which has another backward to come."""
     leaf = nn.Parameter(floats(0, 60, 40))
     with session.saved():
@@ -433,7 +423,7 @@ def retained_gradient_that_is_edited(session: Session) -> Any:
 
 
 @of_network
-def nested_contexts(session: Session, model: nn.Module) -> None:
+def nested_contexts(session, model):
     with session.saved():
         hidden = model(floats(0, 60, 40))
         with session.saved():
@@ -444,13 +434,13 @@ def nested_contexts(session: Session, model: nn.Module) -> None:
     session.backward(loss)
 
 
-def own_hooks(kind: str, side: str) -> Program:
+def own_hooks(kind, side):
     """The user's hooks inside and outside of ours; whichever is innermost acts."""
 
-    def negate(tensor: Tensor) -> Tensor:
+    def negate(tensor):
         return -tensor
 
-    def program(session: Session) -> Any:
+    def program(session):
         model = network(session)
         x = floats(0, 60, 40).requires_grad_()
         hooks = save_on_cpu() if kind == "cpu" else saved_tensors_hooks(negate, negate)
@@ -473,7 +463,7 @@ def own_hooks(kind: str, side: str) -> Program:
 
 
 @of_network
-def one_context_used_twice(session: Session, model: nn.Module) -> None:
+def one_context_used_twice(session, model):
     context = session.saved()
     losses = []
     for step in range(2):
@@ -486,10 +476,10 @@ def one_context_used_twice(session: Session, model: nn.Module) -> None:
 
 
 @of_network
-def context_inside_a_checkpoint(session: Session, model: nn.Module) -> Any:
+def context_inside_a_checkpoint(session, model):
     """Recomputation in backward enters our context anew."""
 
-    def inner(x: Tensor) -> Tensor:
+    def inner(x):
         with session.saved():
             return model(x).sin()
 
@@ -499,7 +489,7 @@ def context_inside_a_checkpoint(session: Session, model: nn.Module) -> Any:
     return x.grad
 
 
-def batched_function(session: Session) -> Any:
+def batched_function(session):
     """`vmap` calls operations on tensors that are not what they seem."""
     weight = floats(0, 40, 40).requires_grad_()
     with session.saved():
@@ -509,7 +499,7 @@ def batched_function(session: Session) -> Any:
     return weight.grad
 
 
-PROGRAMS: dict[str, Program] = {
+PROGRAMS = {
     program.__name__: program
     for program in (
         retained,

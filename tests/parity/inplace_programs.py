@@ -1,33 +1,23 @@
 """Programs that edit a saved tensor in place, for ``test_inplace.py``."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.saved_programs import Program, leaf
-from tests.support.helpers import Session, meaning_of
+from tests.parity.saved_programs import leaf
+from tests.support.helpers import meaning_of
 
 
-def finish(session: Session, loss: Tensor, *leaves: Tensor) -> list[Tensor | None]:
+def finish(session, loss, *leaves):
     session.backward(loss.sum())
     return [leaf.grad for leaf in leaves]
 
 
-def edited(
-    forward: Callable[[Tensor], tuple[Tensor, Any]],
-    edit: Callable[[Any], object] = lambda seen: None,
-    *,
-    when_drained: bool = False,
-) -> Program:
+def edited(forward, edit=lambda seen: None, *, when_drained=False):
     """Of a forward, which gives what is to be edited before backward, unless it has edited by itself."""
 
-    def program(session: Session) -> Any:
+    def program(session):
         a = leaf()
         with session.saved():
             loss, seen = forward(a)
@@ -41,30 +31,30 @@ def edited(
     return program
 
 
-def add_one(x: Tensor) -> None:
+def add_one(x):
     x.add_(1)
 
 
-def saved_input(a: Tensor) -> tuple[Tensor, Tensor]:
+def saved_input(a):
     x = a * 2
     return x.sin(), x.detach()
 
 
-def edited_under_grad(a: Tensor) -> tuple[Tensor, None]:
+def edited_under_grad(a):
     x = a * 2
     y = x.sin()
     x.mul_(3)
     return y + x, None
 
 
-def view_edited_under_grad(a: Tensor) -> tuple[Tensor, None]:
+def view_edited_under_grad(a):
     x = a * 2
     y = x.sin()
     x[3].mul_(3)
     return y + x, None
 
 
-def saved_by_a_node_of_the_same_kind(a: Tensor) -> tuple[Tensor, None]:
+def saved_by_a_node_of_the_same_kind(a):
     """The saved input was made by a node with the same name as the one that saved it; the edit gives it a new one."""
     x = a.sin()
     y = x.sin()
@@ -72,42 +62,42 @@ def saved_by_a_node_of_the_same_kind(a: Tensor) -> tuple[Tensor, None]:
     return y + x, None
 
 
-def saved_output(a: Tensor) -> tuple[Tensor, Tensor]:
+def saved_output(a):
     y = a.exp()
     return y * 2, y
 
 
-def chunk_outputs(a: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_outputs(a):
     q, k, v = (a.repeat(1, 3) * 2).chunk(3, dim=-1)
     return q * k + v.sin(), v
 
 
-def chunk_of_constants(a: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_of_constants(a):
     q, k, v = torch.rand(40, 150).chunk(3, dim=-1)
     return a * q + a * k + a * v, k
 
 
-def base_of_views(a: Tensor) -> tuple[Tensor, Tensor]:
+def base_of_views(a):
     base = a.repeat(1, 3) * 2
     return base[:, :50] * base[:, 50:100], base.detach()
 
 
-def constant_mask(a: Tensor) -> tuple[Tensor, Tensor]:
+def constant_mask(a):
     mask = torch.rand(40, 50) > 0.5
     return torch.where(mask, a, a * 2), mask
 
 
-def constant(a: Tensor) -> tuple[Tensor, Tensor]:
+def constant(a):
     base = torch.rand(40, 50)
     return a * base, base
 
 
-def product_with_itself(a: Tensor) -> tuple[Tensor, Tensor]:
+def product_with_itself(a):
     x = a * 2
     return x @ x.t(), x.detach()
 
 
-def edited_by_a_hook(a: Tensor) -> tuple[Tensor, None]:
+def edited_by_a_hook(a):
     """During backward, and unpacked later."""
     x = a * 2
     y = x.sin()
@@ -116,44 +106,44 @@ def edited_by_a_hook(a: Tensor) -> tuple[Tensor, None]:
     return y.cos(), None
 
 
-def dead_view(a: Tensor) -> tuple[Tensor, Tensor]:
+def dead_view(a):
     x = a * 2
     return x[3:].t().sin(), x.detach()
 
 
-def dead_chunk(a: Tensor) -> tuple[Tensor, Tensor]:
+def dead_chunk(a):
     x = a * 2
     return x.chunk(2)[1].sin(), x.detach()
 
 
 class Square(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         y = x * x
         ctx.save_for_backward(x, y, x + 1)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         x, _, _ = ctx.saved_tensors
         return grad * 2 * x
 
 
-def custom_function(a: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def custom_function(a):
     x = a * 2
     y = Square.apply(x)
     return y, (x.detach(), y)
 
 
-def checkpointed(a: Tensor) -> tuple[Tensor, Tensor]:
+def checkpointed(a):
     x = a * 2
-    return checkpoint(lambda t: t.sin().cos(), x, use_reentrant=False), x.detach()  # type: ignore[return-value]
+    return checkpoint(lambda t: t.sin().cos(), x, use_reentrant=False), x.detach()
 
 
 # -- what is more than a forward and an edit ---------------------------------------------------------------------------
 
 
-def parameter_before_backward(session: Session) -> Any:
+def parameter_before_backward(session):
     layer, x = nn.Linear(50, 30), leaf()
     session.register(layer)
     with session.saved():
@@ -163,7 +153,7 @@ def parameter_before_backward(session: Session) -> Any:
     return finish(session, y, x)
 
 
-def buffer_before_backward(session: Session) -> Any:
+def buffer_before_backward(session):
     layer, x = nn.BatchNorm1d(50, affine=True), leaf()
     session.register(layer)
     layer.eval()
@@ -174,7 +164,7 @@ def buffer_before_backward(session: Session) -> Any:
     return finish(session, y, x)
 
 
-def edit_between_two_backwards(session: Session) -> Any:
+def edit_between_two_backwards(session):
     a = leaf()
     with session.saved():
         x = a * 2
@@ -184,7 +174,7 @@ def edit_between_two_backwards(session: Session) -> Any:
     return finish(session, y, a)
 
 
-def edit_before_double_backward(session: Session) -> Any:
+def edit_before_double_backward(session):
     """The first backward saves what it was given; that is still the same tensor for PyTorch."""
     a = leaf()
     with session.saved():
@@ -202,17 +192,17 @@ class Spoils(torch.autograd.Function):
     """Edits what it is given back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         return x.detach().mul_(grad)
 
 
-def backward_edits_what_it_was_given(session: Session) -> Any:
+def backward_edits_what_it_was_given(session):
     a = leaf()
     with session.saved():
         y = Spoils.apply(a * 2).sum()
@@ -221,7 +211,7 @@ def backward_edits_what_it_was_given(session: Session) -> Any:
     return finish(session, y, a)
 
 
-def second_version_saved_too(session: Session) -> Any:
+def second_version_saved_too(session):
     """Both versions are saved; the graph of the second is intact, that of the first is not."""
     a = leaf()
     base = torch.rand(40, 50)
@@ -238,7 +228,7 @@ def second_version_saved_too(session: Session) -> Any:
     return good
 
 
-def rest_of_training_goes_on(session: Session) -> Any:
+def rest_of_training_goes_on(session):
     """After such an error the next step is exact."""
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         RAISING["saved input"](session)
@@ -248,7 +238,7 @@ def rest_of_training_goes_on(session: Session) -> Any:
     return finish(session, y, a)
 
 
-RAISING: dict[str, Program] = {
+RAISING = {
     "saved input": edited(saved_input, add_one),
     "view of a saved input that is on disk": edited(saved_input, lambda x: x[3:5].zero_(), when_drained=True),
     "saved input under grad": edited(edited_under_grad),

@@ -3,17 +3,12 @@
 ``python -m tests.parity.killed_script WHAT POINT DIRECTORY``
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.planning import update_memory
@@ -21,10 +16,10 @@ from tests.parity.models import causal_batch, gpt2, hugging_face_loss
 from tests.support.everything_away import all_away, away_from_device
 from tests.support.helpers import Session, Training, open_offloader
 
-COUNTS: dict[str, int] = {}
+COUNTS = {}
 
 
-def reached(what: str, number: int) -> None:
+def reached(what, number):
     """Stop at the chosen point when it is reached for the ``number``-th time."""
     COUNTS[what] = COUNTS.get(what, 0) + 1
     if what == sys.argv[2] and COUNTS[what] == number:
@@ -35,13 +30,13 @@ def reached(what: str, number: int) -> None:
 class Stops(torch.optim.AdamW):
     """Each subgroup is a step of its own."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         if any(p.numel() > 5**4 for group in self.param_groups for p in group["params"]):  # no small copies
             reached("update", 6)
         return super().step(closure)
 
 
-def activations(directory: Path) -> None:
+def activations(directory):
     """Saved tensors alone."""
     model = gpt2(hidden=160)
     with open_offloader(directory) as offloader:
@@ -56,44 +51,42 @@ def activations(directory: Path) -> None:
             offloader.end_backward()
 
 
-def model() -> nn.Module:
+def model():
     """GPT-2, with points in its second block."""
-    made: Any = gpt2(hidden=160)
+    made = gpt2(hidden=160)
     layer = made.transformer.h[1].mlp.c_fc
     layer.register_forward_hook(lambda *_: reached("forward", 2))
     layer.weight.register_hook(lambda _: reached("backward", 2))
-    return made  # type: ignore[no-any-return]
+    return made
 
 
-def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer(parameters):
     made = Stops(parameters, lr=1e-3)
     made.register_step_pre_hook(lambda *_: reached("between", 2))
     return made
 
 
-def everything(directory: Path, opens: Any = all_away) -> None:
+def everything(directory, opens=all_away):
     """Weights, gradients and states, in files."""
     update_memory._MIN_SUBGROUP_BYTES = 64 << 10
     write = WeightFiles.write
 
-    def writes(files: WeightFiles, *args: Any, **named: Any) -> Any:
+    def writes(files, *args, **named):
         reached("taking over", 5)
         return write(files, *args, **named)
 
-    WeightFiles.write = writes  # type: ignore[method-assign]
+    WeightFiles.write = writes
     training = Training(model, causal_batch, hugging_face_loss, steps=1000, make_optimizer=optimizer)
     with opens(directory, activations="offload", per_parameter_optimizers="Stops") as offloader:
         training(Session(offloader, drained=True))
 
 
-def device(directory: Path) -> None:
+def device(directory):
     """The same of a device whose copies end late."""
     everything(directory, functools.partial(away_from_device, gradients="offload"))
 
 
-PROGRAMS: dict[str, Callable[[Path], None]] = {
-    program.__name__: program for program in (activations, everything, device)
-}
+PROGRAMS = {program.__name__: program for program in (activations, everything, device)}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](Path(sys.argv[3]))

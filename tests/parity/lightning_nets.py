@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
@@ -20,7 +18,7 @@ class MadeLate(Net):
         super().__init__()
         self.blocks = nn.ModuleList()
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if not len(self.blocks):
             self.blocks = nn.ModuleList(Block() for _ in range(3))
 
@@ -28,7 +26,7 @@ class MadeLate(Net):
 class Branching(Net):
     """How deep it goes depends on what it sees."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         depth = 1 + int(x.abs().sum().item()) % 3
         for block in self.blocks[:depth]:
             x = block(x)
@@ -40,7 +38,7 @@ class Branching(Net):
 class Ragged(Net):
     """Batches of different size."""
 
-    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+    def loss(self, batch):
         rows = 20 + int(batch[0][0, 0].abs().item() * 1000) % (len(batch[0]) - 20)
         return super().loss([part[:rows] for part in batch])
 
@@ -48,7 +46,7 @@ class Ragged(Net):
 class Packed(Net):
     """Several sequences in one row, which do not see each other; their lengths differ from batch to batch."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         ends = (x[:, 0] > 1).long().cumsum(0)  # which sequence a token belongs to
         allowed = ends[:, None] == ends[None, :]
         for block in self.blocks:
@@ -67,19 +65,19 @@ class Adapted(Net):
         super().__init__()
         adapted(self)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
 class TwoLoaders(Net):
     """A batch of several loaders' batches."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         x = torch.randn(150, WIDTH, generator=torch.Generator().manual_seed(9))
         other = DataLoader(TensorDataset(x, x[:, :1]), batch_size=50)
         return {"one": super().train_dataloader(), "other": other}
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return sum(
             super(TwoLoaders, self).training_step(part, batch_idx) for part in batch.values() if part is not None
         )
@@ -93,7 +91,7 @@ class Adversarial(Net):
         self.automatic_optimization = False
         self.make, self.judge = Block(), nn.Sequential(Block(), nn.Linear(WIDTH, 1))
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         real, _ = batch
         first, second = self.optimizers()
         with self.toggled_optimizer(first):
@@ -112,7 +110,7 @@ class Adversarial(Net):
                 second.zero_grad()
         self.losses += [loss.detach(), judged.detach()]
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         first = torch.optim.AdamW(self.make.parameters(), lr=1e-2)
         return first, torch.optim.AdamW(self.judge.parameters(), lr=1e-2)
 
@@ -120,10 +118,10 @@ class Adversarial(Net):
 class ClosesOver(ManualNet):
     """Steps with a closure that does forward and backward."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():
 
-            def closure(optimizer: Any = optimizer) -> torch.Tensor:
+            def closure(optimizer=optimizer):
                 optimizer.zero_grad()
                 loss = self.loss(batch)
                 self.manual_backward(loss)
@@ -135,21 +133,21 @@ class ClosesOver(ManualNet):
 class ManyEvaluations(Net):
     """An optimizer that evaluates the model as often as it likes."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
 
 
 class Wrapped(Net):
     """Returns its optimizer in the wrapper that Lightning gives to manual optimization."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return LightningOptimizer(super().configure_optimizers())
 
 
 class NoOptimizer(Net):
     """Trains nothing; Lightning puts a stand-in in the place of the optimizer."""
 
-    def configure_optimizers(self) -> None:
+    def configure_optimizers(self):
         return None
 
 
@@ -161,17 +159,17 @@ class Words(Net):
         self.kind = kind
         self.words = nn.Embedding(300, WIDTH, sparse=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         rows = (x[:, :2].abs() * 100).long().clamp(max=299)
         return super().forward(self.words(rows).sum(1) + x)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         rest = [p for name, p in self.named_parameters() if not name.startswith("words")]
         if self.kind == "sgd":
             return torch.optim.SGD(self.parameters(), lr=1e-2)
         return torch.optim.SparseAdam(self.words.parameters(), lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if self.automatic_optimization:
             return super().training_step(batch, batch_idx)
         loss = self.loss(batch)
@@ -197,7 +195,7 @@ class Scheduled(Net):
         super().__init__()
         self.interval = interval
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
         warm = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
         decay = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
@@ -208,7 +206,7 @@ class Scheduled(Net):
 class OnPlateau(Net):
     """A scheduler that looks at a metric."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
         config = {"scheduler": scheduler, "monitor": "train/loss", "interval": "step"}
@@ -218,16 +216,16 @@ class OnPlateau(Net):
 class Fused(Net):
     """Whose optimizer unscales gradients itself."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
 class Overflows(Net):
     """One step has gradients that are no numbers."""
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         if len(self.losses) == 3:
-            self.head.weight.grad.fill_(torch.inf)  # type: ignore[union-attr]
+            self.head.weight.grad.fill_(torch.inf)
 
 
 class FusedOverflows(Overflows, Fused):
@@ -241,10 +239,10 @@ class WithBackbone(Net):
         super().__init__()
         self.backbone = Block()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(self.backbone(x))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
@@ -254,7 +252,7 @@ class WithRate(Net):
         super().__init__()
         self.lr = 1e-3
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
@@ -263,6 +261,6 @@ class Failing(Net):
 
     is_mended = False
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         if self.trainer.global_step == 3 and not self.is_mended:
             raise ZeroDivisionError("on purpose")

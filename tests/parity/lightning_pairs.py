@@ -1,11 +1,5 @@
 """A Lightning training with everything on SSD, and its plain twin."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import lightning as L
 import pytest
 import torch
@@ -15,12 +9,7 @@ from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from tests.support.helpers import assert_identical
-from tests.support.trainers import (
-    LIGHTNING_NOISE,
-    Net,
-    fit,
-    result,
-)
+from tests.support.trainers import LIGHTNING_NOISE, fit, result
 
 MARKS = [
     *(pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE),
@@ -31,30 +20,26 @@ MARKS = [
     pytest.mark.usefixtures("many_subgroups"),
 ]
 SHORT = {"limit_train_batches": 4, "limit_val_batches": 1}
-AWAY: dict[str, dict[str, Any]] = {
+AWAY = {
     "activations": {"optimizer_states": "keep"},
     "states": {},
     "everything": {"parameters": "offload", "gradients": "offload"},
 }
 """What waits, where it is not activations and optimizer states."""
-away: dict[str, Any] = {}
+away = {}
 """One of them: the fixture ``what_is_away`` says which."""
-Make = Callable[[], Net]
-Settings = Callable[[Path], dict[str, Any]]
 
 
 class Drains(L.Callback):
     """Backward begins when everything has left, so that it is the drive that gives the bytes back."""
 
-    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer, pl_module, loss):
         assert isinstance(trainer.strategy, SSDOffloadStrategy)
         assert trainer.strategy.offloader is not None
         trainer.strategy.offloader.flush()
 
 
-def all_on_ssd(
-    directory: Path, *, states: bool = True, endurance: str | None = None, **policy: Any
-) -> SSDOffloadStrategy:
+def all_on_ssd(directory, *, states=True, endurance=None, **policy):
     settings = {"activations": "offload", "min_tensor_bytes": 4096, "optimizer_states": "offload"}
     settings |= (away if states else {"optimizer_states": "keep"}) | policy
     return SSDOffloadStrategy(
@@ -63,7 +48,7 @@ def all_on_ssd(
     )
 
 
-def everything(trainer: L.Trainer, module: Net) -> dict[str, Any]:
+def everything(trainer, module):
     """What two equal trainings have in common."""
     optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
     for saved in optimizers:
@@ -75,7 +60,7 @@ def everything(trainer: L.Trainer, module: Net) -> dict[str, Any]:
     return result(module) | {"optimizers": optimizers}
 
 
-def assert_moved(trainer: L.Trainer) -> None:
+def assert_moved(trainer):
     """A test in which nothing took our way would show nothing."""
     assert isinstance(trainer.strategy, SSDOffloadStrategy)
     states = trainer.strategy.policy.optimizer_states == "offload"
@@ -88,14 +73,12 @@ def assert_moved(trainer: L.Trainer) -> None:
     if trainer.strategy.policy.parameters == "offload":
         assert trainer.strategy.stats.weights_bytes > 0
     if states:
-        totals = [optimizer.stats for optimizer in trainer.optimizers]  # type: ignore[attr-defined]
+        totals = [optimizer.stats for optimizer in trainer.optimizers]
         assert sum(total.written_bytes for total in totals) > 0
         assert all(total.resident_peak_bytes < total.state_bytes for total in totals if total.read_bytes)
 
 
-def both(
-    make: Make, directory: Path, settings: Settings = lambda directory: {}, *, states: bool = True
-) -> tuple[tuple[L.Trainer, Net], tuple[L.Trainer, Net]]:
+def both(make, directory, settings=lambda directory: {}, *, states=True):
     """A plain training and ours, with the same losses, weights and states."""
     plain = fit(make, "auto", directory / "plain", **(SHORT | settings(directory / "plain")))
     mine = SHORT | settings(directory / "ours")

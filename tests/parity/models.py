@@ -3,41 +3,37 @@
 ``transformers`` is imported by those that need it, so that the others serve where it is not installed.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.helpers import Batch, Training
+from tests.support.helpers import Training
 
 VOCABULARY = 311
 
 
-def tokens(step: int, *shape: int, high: int = VOCABULARY) -> torch.Tensor:
+def tokens(step, *shape, high=VOCABULARY):
     """Random tokens that depend on nothing but the step."""
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(100 + step))
 
 
-def floats(step: int, *shape: int) -> torch.Tensor:
+def floats(step, *shape):
     """Normal numbers that depend on nothing but the step."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(200 + step))
 
 
-def hugging_face_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+def hugging_face_loss(model, batch):
     """The loss that the model itself computes."""
     loss = model(**batch).loss
     assert isinstance(loss, torch.Tensor)
     return loss
 
 
-def mean_square(model: nn.Module, batch: Batch) -> torch.Tensor:
+def mean_square(model, batch):
     """Mean of the squared output."""
     return model(batch["x"]).square().mean()
 
@@ -45,28 +41,28 @@ def mean_square(model: nn.Module, batch: Batch) -> torch.Tensor:
 # -- of Hugging Face ---------------------------------------------------------------------------------------------------
 
 
-def transformer(kind: str, **config: Any) -> nn.Module:
+def transformer(kind, **config):
     """One of ``transformers``, by the name of its class."""
     import transformers
 
     made = getattr(transformers, kind)
-    return made(made.config_class(**({"vocab_size": VOCABULARY} | config)))  # type: ignore[no-any-return]
+    return made(made.config_class(**({"vocab_size": VOCABULARY} | config)))
 
 
-def gpt2(*, hidden: int = 320, heads: int = 5, layers: int = 2, dropout: float = 0.0, **extra: Any) -> nn.Module:
+def gpt2(*, hidden=320, heads=5, layers=2, dropout=0.0, **extra):
     """GPT-2, its head tied to its embedding."""
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     config = {"n_embd": hidden, "n_head": heads, "n_layer": layers, "n_positions": 64, "use_cache": False}
     return transformer("GPT2LMHeadModel", bos_token_id=0, eos_token_id=0, **dropouts, **config, **extra)
 
 
-def causal_batch(step: int) -> Batch:
+def causal_batch(step):
     """Tokens and labels for a causal model."""
     ids = tokens(step, 3, 37)
     return {"input_ids": ids, "labels": ids}
 
 
-def masked_batch(step: int) -> Batch:
+def masked_batch(step):
     """With a padding mask that grows."""
     ids = tokens(step, 3, 29)
     mask = torch.ones_like(ids)
@@ -74,18 +70,18 @@ def masked_batch(step: int) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
 
-def translated_batch(step: int) -> Batch:
+def translated_batch(step):
     """Of one length to another."""
     return {"input_ids": tokens(step, 2, 31), "labels": tokens(step + 50, 2, 13)}
 
 
-def gpt2_training(**settings: Any) -> Training:
+def gpt2_training(**settings):
     """GPT-2; ``settings`` go to :func:`gpt2` (model) or to :class:`Training` (the rest)."""
     training = {name: settings.pop(name) for name in list(settings) if name in Training.__dataclass_fields__}
     return Training(lambda: gpt2(**settings), causal_batch, hugging_face_loss, **training)
 
 
-def _hugging_face(kind: str, make_batch: Callable[[int], Batch], **config: Any) -> Callable[[], Training]:
+def _hugging_face(kind, make_batch, **config):
     return lambda: Training(partial(transformer, kind, **config), make_batch, hugging_face_loss)
 
 
@@ -123,7 +119,7 @@ t5_training = _hugging_face(
 class Residual(nn.Module):
     """A residual block as in ResNet, with an in-place ReLU."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels):
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(channels, channels, 3, padding=1, bias=False),
@@ -134,16 +130,16 @@ class Residual(nn.Module):
         )
         self.activation = nn.ReLU(inplace=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.body(x)
         y += x
         return self.activation(y)
 
 
-def convolution_training() -> Training:
+def convolution_training():
     """A small ResNet in channels-last."""
 
-    def model() -> nn.Module:
+    def model():
         return nn.Sequential(
             nn.Conv2d(3, 20, 7, stride=2, padding=3),
             nn.MaxPool2d(3, stride=2, padding=1),
@@ -154,7 +150,7 @@ def convolution_training() -> Training:
             nn.Linear(20, 11),
         ).to(memory_format=torch.channels_last)
 
-    def batch(step: int) -> Batch:
+    def batch(step):
         return {"x": floats(step, 4, 3, 45, 45).contiguous(memory_format=torch.channels_last)}
 
     return Training(model, batch, mean_square)
@@ -163,17 +159,17 @@ def convolution_training() -> Training:
 class Recurrent(nn.Module):
     """Two LSTM layers and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lstm = nn.LSTM(23, 67, num_layers=2, batch_first=True, dropout=0.25, bidirectional=True)
         self.head = nn.Linear(134, 5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y, _ = self.lstm(x)
         return self.head(y)
 
 
-def lstm_training() -> Training:
+def lstm_training():
     """An LSTM with dropout, both directions."""
     return Training(Recurrent, lambda step: {"x": floats(step, 5, 19, 23)}, mean_square)
 
@@ -181,7 +177,7 @@ def lstm_training() -> Training:
 class Perceptrons(nn.Module):
     """Residual blocks, each checkpointed or not; ``depth(step)`` of them run."""
 
-    def __init__(self, *, width: int = 40, num_blocks: int = 4, mode: str = "none", dropout: float = 0.0) -> None:
+    def __init__(self, *, width=40, num_blocks=4, mode="none", dropout=0.0):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -195,7 +191,7 @@ class Perceptrons(nn.Module):
         )
         self.mode = mode
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for number, block in enumerate(self.blocks):
             if self.mode == "none" or (self.mode == "alternate" and number % 2):
                 x = x + block(x)
@@ -204,17 +200,17 @@ class Perceptrons(nn.Module):
         return x
 
 
-def inputs(step: int) -> Batch:
+def inputs(step):
     """For :class:`Perceptrons`."""
     return {"x": floats(step, 6, 17, 40)}
 
 
-def perceptrons(**settings: Any) -> Training:
+def perceptrons(**settings):
     """A training of :class:`Perceptrons`."""
     return Training(lambda: Perceptrons(**settings), inputs, mean_square)
 
 
-def checkpointed(mode: str) -> Training:
+def checkpointed(mode):
     """Blocks that the model checkpoints by itself."""
     # Re-entrant checkpointing trains nothing unless an input of the block requires gradients.
     return replace(
@@ -225,14 +221,14 @@ def checkpointed(mode: str) -> Training:
 class Tied(nn.Module):
     """Uses one weight in three ways."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 40)
         self.body = Perceptrons(num_blocks=2, dropout=dropout)
         self.head = nn.Linear(40, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         hidden = self.body(self.embedding(x))
         # The same weight once more, through views that are not the parameter object.
         return self.head(hidden) + hidden @ self.embedding.weight.t()[:, :VOCABULARY]
@@ -241,7 +237,7 @@ class Tied(nn.Module):
 class Jumping(Perceptrons):
     """Other blocks in another order in each step: what earlier steps taught the prefetcher is wrong."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         order = itertools.islice(itertools.cycle(range(4)), x.shape[1] % 4, x.shape[1] % 4 + x.shape[0] % 4 + 1)
         for number in order:
             x = x + self.blocks[number](x)
@@ -251,12 +247,12 @@ class Jumping(Perceptrons):
 class InPlace(nn.Module):
     """In-place activations and views."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(40, 120)
         self.last = nn.Linear(40, 40)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         gate, value, rest = self.first(x).relu_().chunk(3, dim=-1)
         mixed = gate.sigmoid() * value + rest.transpose(0, 1).contiguous().transpose(0, 1)
         mixed[..., :5] *= 2
@@ -269,18 +265,18 @@ class InPlace(nn.Module):
 class Corrected(nn.Module):
     """A frozen layer with a trained correction of low rank, as in LoRA, whatever its input's last dimension means."""
 
-    def __init__(self, frozen: nn.Module, sizes: tuple[int, int], rank: int = 8) -> None:
+    def __init__(self, frozen, sizes, rank=8):
         super().__init__()
         self.frozen = frozen
         self.down = nn.Linear(sizes[0], rank, bias=False)
         self.up = nn.Linear(rank, sizes[1], bias=False)
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self):
         """That of the layer, whose type T5 looks at."""
         return self.frozen.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.frozen(x)
         if x.dim() == 4:  # channels are the second dimension of images
             correction = self.up(self.down(x.movedim(1, -1))).movedim(-1, 1)
@@ -288,7 +284,7 @@ class Corrected(nn.Module):
         return y + self.up(self.down(x)) * 0.5
 
 
-def _sizes_of(layer: nn.Module) -> tuple[int, int] | None:
+def _sizes_of(layer):
     """What a layer takes and gives, if it can be corrected."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
@@ -299,7 +295,7 @@ def _sizes_of(layer: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def adapted(model: nn.Module) -> nn.Module:
+def adapted(model):
     """Everything frozen; linear layers and convolutions get corrections."""
     model.requires_grad_(False)
     for parent in list(model.modules()):
@@ -310,7 +306,7 @@ def adapted(model: nn.Module) -> nn.Module:
     return model
 
 
-def headed(model: nn.Module) -> nn.Module:
+def headed(model):
     """All but the last module with parameters is frozen. A head that is tied to an embedding trains that, too."""
     model.requires_grad_(False)
     last = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))][-1]
@@ -318,14 +314,14 @@ def headed(model: nn.Module) -> nn.Module:
     return model
 
 
-def half_frozen(model: nn.Module) -> nn.Module:
+def half_frozen(model):
     """The first two blocks are."""
-    model.get_submodule("blocks")[:2].requires_grad_(False)  # type: ignore[index]
+    model.get_submodule("blocks")[:2].requires_grad_(False)
     return model
 
 
 sgd = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
-FAMILIES: dict[str, Callable[[], Training]] = {
+FAMILIES = {
     "gpt2": gpt2_training,
     "gpt2-eager-attention-dropout": lambda: gpt2_training(hidden=40, dropout=0.1, attn_implementation="eager"),
     "gpt2-960": lambda: gpt2_training(hidden=960, heads=15, layers=1, steps=2),
@@ -336,7 +332,7 @@ FAMILIES: dict[str, Callable[[], Training]] = {
     "lstm": lstm_training,
 }
 """The model families that people train."""
-TRAININGS: dict[str, Callable[[], Training]] = FAMILIES | {
+TRAININGS = FAMILIES | {
     "autocast": lambda: gpt2_training(hidden=40, dropout=0.1, autocast=torch.bfloat16),
     "accumulation": lambda: gpt2_training(hidden=40, dropout=0.1, num_micro_batches=3),
     "dropout": lambda: perceptrons(dropout=0.3),

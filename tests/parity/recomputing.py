@@ -1,15 +1,8 @@
 """A session that recomputes chosen blocks, and the comparison with the same training kept."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
-
-import pytest
-from torch import nn
 
 import lightning_ssd.scheduling.plan_maker
 from lightning_ssd.planning.planner import make_plan
@@ -18,10 +11,9 @@ from lightning_ssd.recompute.block_discovery import find_blocks
 from lightning_ssd.recompute.blocks import Blocks
 from tests.support.helpers import Raised, Session, assert_identical, outcome
 
-Chooses = Callable[[int], bool]
-EVERY: Chooses = lambda index: True  # noqa: E731
-SECOND: Chooses = lambda index: index % 2 == 1  # noqa: E731
-NONE: Chooses = lambda index: False  # noqa: E731
+EVERY = lambda index: True  # noqa: E731
+SECOND = lambda index: index % 2 == 1  # noqa: E731
+NONE = lambda index: False  # noqa: E731
 
 
 class Recomputing(Session):
@@ -29,19 +21,19 @@ class Recomputing(Session):
 
     recomputes_all = False
 
-    def __init__(self, chooses: Chooses, *, classes: tuple[str, ...] = (), wants_inputs: bool = False, **extra: Any):
+    def __init__(self, chooses, *, classes=(), wants_inputs=False, **extra):
         super().__init__(**extra)
         self.chooses = chooses
         self.classes = classes
         self.wants_inputs = wants_inputs
-        self.blocks: list[Blocks] = []
+        self.blocks = []
         self.calls = self.asked = self.depth = 0
-        self.repeated: list[str] = []
-        self.tried: list[str] = []
+        self.repeated = []
+        self.tried = []
         self.forward = False
-        self.nbytes: list[int] = []
+        self.nbytes = []
 
-    def register(self, module: nn.Module) -> None:
+    def register(self, module):
         super().register(module)
         found = find_blocks(module, self.classes)
         assert found, "nothing to recompute"
@@ -51,12 +43,12 @@ class Recomputing(Session):
                 if not any(True for _ in part.children()):
                     part.register_forward_pre_hook(functools.partial(self._runs, name))
 
-    def _runs(self, name: str, module: nn.Module, args: Any) -> None:
+    def _runs(self, name, module, args):
         if not self.forward:
             self.repeated.append(name)
 
     @contextmanager
-    def saved(self) -> Iterator[None]:  # type: ignore[override]
+    def saved(self):
         self.calls = 0
         self.forward = True
         with super().saved():
@@ -70,7 +62,7 @@ class Recomputing(Session):
                     context.__exit__(None, None, None)
         self.forward = False
 
-    def block_enters(self, name: str) -> bool:
+    def block_enters(self, name):
         assert self.forward, "an observer was told of a repetition"
         assert self.depth == 0
         self.depth += 1
@@ -79,33 +71,27 @@ class Recomputing(Session):
         self.asked += chosen
         return chosen
 
-    def block_inputs(self, nbytes: int) -> None:
+    def block_inputs(self, nbytes):
         self.nbytes.append(nbytes)
 
-    def block_is_kept(self) -> None:
+    def block_is_kept(self):
         """Somebody else has decided."""
 
-    def block_recomputed(self, sizes: Iterable[int]) -> None:
+    def block_recomputed(self, sizes):
         """Parity counts repetitions by itself."""
 
-    def block_tried(self, begin_s: float, end_s: float) -> None:
+    def block_tried(self, begin_s, end_s):
         """A trial is no repetition that counts."""
         name = self.repeated[-1]
         while self.repeated and self.repeated[-1] == name:
             self.repeated.pop()
         self.tried.append(name)
 
-    def block_leaves(self) -> None:
+    def block_leaves(self):
         self.depth -= 1
 
 
-def assert_recompute_parity(
-    program: Callable[[Session], Any],
-    *,
-    choices: tuple[Chooses, ...] = (EVERY, SECOND),
-    repeats: bool = True,
-    **extra: Any,
-) -> Any:
+def assert_recompute_parity(program, *, choices=(EVERY, SECOND), repeats=True, **extra):
     """The program gives the same with and without recomputing, and blocks really ran again."""
     expected = outcome(program, Session())
     assert not isinstance(expected, Raised), f"the plain run raised {expected}"
@@ -122,10 +108,10 @@ def assert_recompute_parity(
     return expected
 
 
-def recompute_what_may_be(patch: pytest.MonkeyPatch) -> None:
+def recompute_what_may_be(patch):
     """Replace the planner by one that recomputes whatever it may."""
 
-    def plan(trace: Any, machine: Any, goal: Any) -> Any:
+    def plan(trace, machine, goal):
         made = make_plan(trace, machine, replace(goal, recompute=False))
         return replace(made, recompute=frozenset(recomputable(trace))) if goal.recompute else made
 

@@ -1,10 +1,6 @@
 """``torch.compile``: each block by itself, as advised, and the whole model. The backend needs no C++ compiler."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ BACKEND = "aot_eager"
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
+def _fresh_compiler():
     torch.compiler.reset()
     with warnings.catch_warnings():
         # Advice about whole-model compilation, and PyTorch's own deprecations inside its compiler.
@@ -27,30 +23,30 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def by_block(model: nn.Module) -> nn.Module:
+def by_block(model):
     assert isinstance(model, Perceptrons)
     for block in model.blocks:
         block.compile(backend=BACKEND)
     return model
 
 
-def whole(model: nn.Module) -> nn.Module:
+def whole(model):
     model.compile(backend=BACKEND)
     return model
 
 
-def test_checkpointed_blocks_inside_a_compiled_model(tmp_path: Path) -> None:
+def test_checkpointed_blocks_inside_a_compiled_model(tmp_path):
     training = Training(
         lambda: Perceptrons(mode="alternate"), lambda step: {"x": floats(step, 9, 17, 40)}, mean_square, prepare=whole
     )
     assert_parity(training, tmp_path, setups=[DRAINED])
 
 
-def test_compiled_after_the_context_was_used(tmp_path: Path) -> None:
+def test_compiled_after_the_context_was_used(tmp_path):
     """The context entered by eager code first, then by compiled code whose graph breaks."""
 
     class Broken(Perceptrons):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             for block in self.blocks:
                 x = x + block(x)
                 torch._dynamo.graph_break()
@@ -63,9 +59,9 @@ def test_compiled_after_the_context_was_used(tmp_path: Path) -> None:
 # -- weights that wait -----------------------------------------------------------------------------------------------
 
 
-def wrapped_blocks(model: nn.Module) -> nn.Module:
+def wrapped_blocks(model):
     assert isinstance(model, Perceptrons)
-    model.blocks = nn.ModuleList([torch.compile(block, backend=BACKEND) for block in model.blocks])  # type: ignore[misc]
+    model.blocks = nn.ModuleList([torch.compile(block, backend=BACKEND) for block in model.blocks])
     return model
 
 
@@ -73,9 +69,7 @@ def wrapped_blocks(model: nn.Module) -> nn.Module:
     ("prepare", "is_told", "is_early"),
     [(by_block, False, False), (wrapped_blocks, False, True), (whole, True, False), (whole, True, True)],
 )
-def test_code_that_weights_divide_is_told_of_once(
-    prepare: Callable[[nn.Module], nn.Module], is_told: bool, is_early: bool, tmp_path: Path
-) -> None:
+def test_code_that_weights_divide_is_told_of_once(prepare, is_told, is_early, tmp_path):
     policy = OffloadPolicy(
         activations="keep", parameters="offload", gradients="offload", optimizer_states="offload", min_tensor_bytes=1
     )

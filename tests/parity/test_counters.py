@@ -5,19 +5,13 @@ of a counter of its own. A cache that shares by storage and version alone hands 
 and nothing notices.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from tests.support.helpers import DRAINED, Session, Setup, assert_same, open_offloader
+from tests.support.helpers import DRAINED, Setup, assert_same, open_offloader
 
-CELLS: dict[str, Callable[[], nn.Module]] = {
+CELLS = {
     "gru_cell": lambda: nn.GRUCell(64, 96),
     "lstm_cell": lambda: nn.LSTMCell(64, 96),
     "gru": lambda: nn.GRU(64, 96, num_layers=2, batch_first=True),
@@ -30,8 +24,8 @@ CELLS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 @pytest.mark.parametrize("name", CELLS)
-def test_recurrent_cells(name: str, spill_dir: Path) -> None:
-    def program(session: Session) -> Any:
+def test_recurrent_cells(name, spill_dir):
+    def program(session):
         module, found = CELLS[name](), []
         dtype = next(module.parameters()).dtype
         x = torch.randn((512, 64) if name.endswith("cell") else (16, 12, 64), dtype=dtype)
@@ -50,7 +44,7 @@ def test_recurrent_cells(name: str, spill_dir: Path) -> None:
     assert_same(program, spill_dir, setups=[DRAINED, Setup(verify="full")], moves=not name.startswith("lstm"))
 
 
-def parts_edited_between_saves(session: Session) -> Any:
+def parts_edited_between_saves(session):
     """The minimal form: the second part is edited when the storage is on disk already."""
     x = torch.linspace(-1, 1, 40_000).reshape(2, 20_000).requires_grad_()
     with session.saved():
@@ -63,7 +57,7 @@ def parts_edited_between_saves(session: Session) -> Any:
     return x.grad
 
 
-def the_same_memory_through_data(session: Session) -> Any:
+def the_same_memory_through_data(session):
     """``h.data`` is at version 0 of its own counter, like ``h``, and has other bytes by then."""
     factor = torch.linspace(-1, 1, 20_000).requires_grad_()
     h = torch.linspace(1, 2, 20_000)
@@ -79,11 +73,11 @@ def the_same_memory_through_data(session: Session) -> Any:
 
 
 @pytest.mark.parametrize("program", [parts_edited_between_saves, the_same_memory_through_data])
-def test_edits_between_saves(program: Callable[[Session], Any], spill_dir: Path) -> None:
+def test_edits_between_saves(program, spill_dir):
     assert_same(program, spill_dir, setups=[DRAINED], moves=False)
 
 
-def test_detached_and_viewed_tensors_are_shared(spill_dir: Path) -> None:
+def test_detached_and_viewed_tensors_are_shared(spill_dir):
     """What has the same counter is written once: detach, views, and the tensor itself."""
     with open_offloader(spill_dir) as offloader:
         x = torch.randn(300, 300, requires_grad=True)

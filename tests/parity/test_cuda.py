@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
@@ -50,23 +48,23 @@ class Place:
     batch: int = 8
 
     @property
-    def is_cuda(self) -> bool:
+    def is_cuda(self):
         return self.device.type == "cuda"
 
     @property
-    def some_host_memory(self) -> int:
+    def some_host_memory(self):
         """Less than a step saves, and than the optimizer's states are."""
         return (8 << 20) if self.is_cuda else (128 << 10)
 
-    def entered(self) -> AbstractContextManager[Any]:
+    def entered(self):
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def tokens(self, number: int) -> Tensor:
+    def tokens(self, number):
         generator = torch.Generator().manual_seed(number)
         shape = (self.batch, self.window)
         return torch.randint(VOCABULARY, shape, generator=generator).to(self.device)
 
-    def level(self) -> int:
+    def level(self):
         """Bytes that PyTorch's allocator has given out on the device, without cuBLAS's own; 0 on a CPU."""
         gc.collect()
         if not self.is_cuda:
@@ -75,7 +73,7 @@ class Place:
 
 
 @functools.cache
-def place_of(name: str) -> Place:
+def place_of(name):
     if name == "cpu":
         return Place(torch.device("cpu"), None, width=32, window=32)
     device = torch.device("cuda", torch.cuda.current_device())
@@ -83,10 +81,8 @@ def place_of(name: str) -> Place:
     return Place(device, side, width=256, window=256)
 
 
-@pytest.fixture(
-    params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "side_stream"))],
-)
-def place(request: pytest.FixtureRequest) -> Place:
+@pytest.fixture(params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "side_stream"))])
+def place(request):
     found = place_of(request.param)
     make_deterministic(found.device)
     return found
@@ -96,13 +92,13 @@ class Late(torch.autograd.Function):
     """The identity, after a while in either direction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         if x.is_cuda:
             torch.cuda._sleep(SLEEP_CYCLES)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx, *gradients):
         if gradients[0].is_cuda:
             torch.cuda._sleep(SLEEP_CYCLES)
         return gradients[0]
@@ -111,13 +107,13 @@ class Late(torch.autograd.Function):
 class Block(nn.Module):
     """Of a transformer."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down, self.dropout = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = Late.apply(x)
         q, k, v = self.qkv(self.first(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -128,14 +124,14 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Tied weights, dropout."""
 
-    def __init__(self, width: int, window: int) -> None:
+    def __init__(self, width, window):
         super().__init__()
         self.embed, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(window, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(NUM_BLOCKS))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens) + self.place.weight
         for block in self.blocks:
             x = block(x)
@@ -154,14 +150,14 @@ class Task:
     master_weights: bool = False
     """Parameters are bfloat16, and float32 copies of them are updated."""
 
-    def __call__(self, place: Place, session: Session) -> dict[str, Any]:
+    def __call__(self, place, session):
         """Train; returns all that there is to compare, in the host's memory."""
         torch.manual_seed(3)
         dtype = torch.bfloat16 if self.master_weights else torch.float32
         network = Gpt(place.width, place.window).to(place.device, dtype)
         session.register(network)
         optimizer = self._optimizer(list(network.parameters()), session.offloader)
-        seen: dict[str, Any] = {"losses": [], "gradients": []}
+        seen = {"losses": [], "gradients": []}
         for number in range(self.steps * self.micro_batches):
             session.drained = number % 2 == 0  # on the other steps transfers run into backward
             with session.saved(), torch.autocast(place.device.type, torch.bfloat16, enabled=self.autocast):
@@ -176,7 +172,7 @@ class Task:
         seen["states"] = states_digest(optimizer.state_dict())
         return seen
 
-    def _optimizer(self, parameters: list[nn.Parameter], offloader: Offloader | None) -> torch.optim.Optimizer:
+    def _optimizer(self, parameters, offloader):
         kind = Kind(torch.optim.AdamW, {"lr": 1e-2, **ADAMW[self.adamw]}, 2)
         if offloader is not None:
             return offloader.offload_optimizer(kind.cls(parameters, **kind.settings))
@@ -185,11 +181,11 @@ class Task:
         )
 
 
-def host_copy(tensor: Tensor) -> Tensor:
+def host_copy(tensor):
     return tensor.detach().cpu().clone()
 
 
-def run(task: Task, place: Place, session: Session) -> dict[str, Any]:
+def run(task, place, session):
     with place.entered():
         seen = task(place, session)
     if place.is_cuda:
@@ -198,7 +194,7 @@ def run(task: Task, place: Place, session: Session) -> dict[str, Any]:
 
 
 @functools.cache
-def plainly(task: Task, place: Place) -> dict[str, Any]:
+def plainly(task, place):
     """What plain PyTorch gives."""
     return run(task, place, Session())
 
@@ -212,7 +208,7 @@ class Ours:
     report: PlanReport | None
 
 
-def assert_parity(task: Task, place: Place, directory: Path, *, host_memory: int = 0, **policy: Any) -> Ours:
+def assert_parity(task, place, directory, *, host_memory=0, **policy):
     """Losses, gradients, weights and states are those of plain PyTorch; nothing is left on drive, device or host."""
     expected = plainly(task, place)
     level = place.level()
@@ -246,12 +242,12 @@ def assert_parity(task: Task, place: Place, directory: Path, *, host_memory: int
     [Task(), Task(autocast=True), Task(adamw="fused", master_weights=True)],
     ids=["float32", "autocast", "master_weights"],
 )
-def test_plain_training_repeats_its_bits(task: Task, place: Place) -> None:
+def test_plain_training_repeats_its_bits(task, place):
     """Else nothing below could be compared."""
     assert_identical(run(task, place, Session()), plainly(task, place))
 
 
-def test_what_is_compared_would_be_seen(place: Place) -> None:
+def test_what_is_compared_would_be_seen(place):
     """A training with another arithmetic has other bits."""
     one, other = plainly(Task(), place), plainly(Task(autocast=True), place)
     with pytest.raises(AssertionError, match="bits differ"):
@@ -262,14 +258,12 @@ def test_what_is_compared_would_be_seen(place: Place) -> None:
 
 
 @functools.cache
-def held_bytes(task: Task, place: Place) -> int:
+def held_bytes(task, place):
     """What keeping everything holds at its worst moment. Opens no directory."""
     return assert_parity(task, place, Path("nowhere"), activations="keep").stats.saved_peak_bytes
 
 
-def assert_activation_parity(
-    activations: str, task: Task, place: Place, directory: Path, *, host_memory: int, verify: str = "off"
-) -> None:
+def assert_activation_parity(activations, task, place, directory, *, host_memory, verify="off"):
     """As :func:`assert_parity`, and bytes have moved. Under ``auto`` some must: the budget is too small for all."""
     budget = round(0.6 * held_bytes(task, place)) if activations == "auto" else None
     policy = {"activations": activations, "activation_budget": budget, "verify": verify}
@@ -289,13 +283,13 @@ MODES = ("offload", "auto", "recompute_offload")
 
 
 @pairwise("activations, host_memory, verify", MODES, ["none", "some"], ["off", "full"])
-def test_activations(activations: str, host_memory: str, verify: str, place: Place, spill_dir: Path) -> None:
+def test_activations(activations, host_memory, verify, place, spill_dir):
     memory = place.some_host_memory if host_memory == "some" else 0
     assert_activation_parity(activations, Task(), place, spill_dir, host_memory=memory, verify=verify)
 
 
 @pytest.mark.parametrize("activations", MODES)
-def test_autocast_and_accumulation(activations: str, place: Place, spill_dir: Path) -> None:
+def test_autocast_and_accumulation(activations, place, spill_dir):
     task = Task(steps=2, micro_batches=3, autocast=True)
     assert_activation_parity(activations, task, place, spill_dir, host_memory=place.some_host_memory)
 
@@ -305,7 +299,7 @@ def test_autocast_and_accumulation(activations: str, place: Place, spill_dir: Pa
 
 @pytest.mark.usefixtures("small_subgroups")
 @pairwise("adamw, master_weights, host_memory", ADAMW, [False, True], ["none", "some"])
-def test_optimizer_states(adamw: str, master_weights: bool, host_memory: str, place: Place, spill_dir: Path) -> None:
+def test_optimizer_states(adamw, master_weights, host_memory, place, spill_dir):
     """Together with activations, which go the same way at the same time."""
     task = Task(adamw=adamw, master_weights=master_weights)
     memory = place.some_host_memory if host_memory == "some" else 0
@@ -323,7 +317,7 @@ def test_optimizer_states(adamw: str, master_weights: bool, host_memory: str, pl
 
 
 @pytest.fixture
-def lightning_settings(place: Place, many_subgroups: None) -> Callable[[Path], dict[str, Any]]:
+def lightning_settings(place, many_subgroups):
     accelerator = "gpu" if place.is_cuda else "cpu"
     return lambda directory: {"accelerator": accelerator, "devices": 1}
 
@@ -331,7 +325,7 @@ def lightning_settings(place: Place, many_subgroups: None) -> Callable[[Path], d
 class TestLightning:
     pytestmark = MARKS
 
-    def test_by_name(self, place: Place, lightning_settings: Callable[[Path], dict[str, Any]], spill_dir: Path) -> None:
+    def test_by_name(self, place, lightning_settings, spill_dir):
         """As users write it; small tensors stay, under a policy of which they say nothing."""
         settings = lightning_settings(spill_dir)
         with place.entered():
@@ -339,16 +333,10 @@ class TestLightning:
             trainer, module = fit(Net, "ssd_offload", spill_dir / "ours", **settings)
             assert_identical(everything(trainer, module), expected)
         assert trainer.strategy.root_device.type == place.device.type
-        assert trainer.strategy.stats.num_kept_small > 0  # type: ignore[attr-defined]
+        assert trainer.strategy.stats.num_kept_small > 0
 
     @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-    def test_everything_on_ssd(
-        self,
-        precision: str,
-        place: Place,
-        lightning_settings: Callable[[Path], dict[str, Any]],
-        spill_dir: Path,
-    ) -> None:
+    def test_everything_on_ssd(self, precision, place, lightning_settings, spill_dir):
         """States too; the losses, weights, states and that bytes moved are looked at in there."""
         with place.entered():
             _, (trainer, _) = both(Net, spill_dir, lambda d: lightning_settings(d) | {"precision": precision})
@@ -363,17 +351,17 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def opened(spill_dir: Path) -> Callable[..., Offloader]:
-    def make(host_memory: int, **policy: str) -> Offloader:
+def opened(spill_dir):
+    def make(host_memory, **policy):
         hardware = HardwareProfile(paths=[spill_dir], host_memory=host_memory)
-        return Offloader(policy=OffloadPolicy(**policy), hardware=hardware, device=DEVICE)  # type: ignore[arg-type]
+        return Offloader(policy=OffloadPolicy(**policy), hardware=hardware, device=DEVICE)
 
     return make
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("host_memory", [0, 1 << 30], ids=["drive", "host"])
-def test_what_states_leave_behind(host_memory: int, opened: Callable[..., Offloader]) -> None:
+def test_what_states_leave_behind(host_memory, opened):
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32))).to(DEVICE)
     before = allocated_bytes(DEVICE)
     with opened(host_memory, optimizer_states="offload", activations="keep") as offloader:
@@ -388,7 +376,7 @@ def test_what_states_leave_behind(host_memory: int, opened: Callable[..., Offloa
 
 
 @pytest.mark.gpu
-def test_what_activations_leave_behind(opened: Callable[..., Offloader]) -> None:
+def test_what_activations_leave_behind(opened):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8))).to(DEVICE)
     x = torch.randn(4096, 1024, device=DEVICE)
     with opened(0, activations="offload") as offloader:

@@ -1,33 +1,19 @@
 """A drive that fails, lies or dawdles: training goes on exactly or stops with the reason, never with other bytes."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import threading
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_ssd import Offloader
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
 from tests.parity.models import Perceptrons, floats, mean_square
-from tests.support.faults import Fail, always, eio, enospc, on_calls, short
-from tests.support.helpers import (
-    DRAINED,
-    Session,
-    Setup,
-    Training,
-    assert_identical,
-    assert_released,
-    outcome,
-)
+from tests.support.faults import always, eio, enospc, on_calls, short
+from tests.support.helpers import DRAINED, Session, Setup, Training, assert_identical, assert_released, outcome
 from tests.support.plan_trainings import faulty
 
 TRAINING = Training(
@@ -36,7 +22,7 @@ TRAINING = Training(
 FULL = Setup(verify="full")
 
 
-def chain(offloader: Offloader, *, length: int = 6) -> Tensor:
+def chain(offloader, *, length=6):
     """A loss whose saved tensors are all on disk."""
     x = floats(0, 64, 64).requires_grad_()
     with offloader.saved_tensors():
@@ -48,7 +34,7 @@ def chain(offloader: Offloader, *, length: int = 6) -> Tensor:
     return loss
 
 
-FAILING_WRITES: dict[str, Fail] = {
+FAILING_WRITES = {
     "EIO always": always(eio),
     "EIO once": on_calls([3], eio),
     "EIO every other": lambda index: eio() if index % 2 else None,
@@ -63,7 +49,7 @@ FAILING_WRITES: dict[str, Fail] = {
     ("name", "drained"),
     [*((name, True) for name in FAILING_WRITES), ("EIO every other", False), ("ENOSPC always", False)],
 )
-def test_failed_writes_cost_memory_only(name: str, drained: bool, tmp_path: Path) -> None:
+def test_failed_writes_cost_memory_only(name, drained, tmp_path):
     expected = outcome(TRAINING, Session())
     with (
         warnings.catch_warnings(record=True) as caught,
@@ -81,7 +67,7 @@ def test_failed_writes_cost_memory_only(name: str, drained: bool, tmp_path: Path
     assert len(ours) == min(stats.failures, 1), "one warning, and only one, says that writing failed"
 
 
-def test_writes_fail_for_a_while(tmp_path: Path) -> None:
+def test_writes_fail_for_a_while(tmp_path):
     """When the drive works again, so does offloading."""
     with warnings.catch_warnings(), faulty(tmp_path, DRAINED, fail_write=on_calls(range(8), eio)) as (offloader, _):
         warnings.simplefilter("ignore", UserWarning)
@@ -91,7 +77,7 @@ def test_writes_fail_for_a_while(tmp_path: Path) -> None:
         assert offloader.stats.bytes_read > 0
 
 
-def test_a_failed_write_keeps_nothing_alive(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_nothing_alive(tmp_path):
     """Neither the warning that is to come nor the error holds the tensor, and no collector is waited for."""
     gc.collect()
     gc.disable()
@@ -114,7 +100,7 @@ def test_a_failed_write_keeps_nothing_alive(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_a_failed_read_is_tried_again(tmp_path: Path) -> None:
+def test_a_failed_read_is_tried_again(tmp_path):
     expected = outcome(TRAINING, Session())
     with faulty(tmp_path, DRAINED, fail_read=on_calls([0, 4, 9], eio)) as (offloader, _):
         assert_identical(outcome(TRAINING, Session(offloader, drained=True)), expected)
@@ -123,8 +109,8 @@ def test_a_failed_read_is_tried_again(tmp_path: Path) -> None:
         assert_released(offloader)
 
 
-def test_a_read_that_fails_twice_raises_where_somebody_waits(tmp_path: Path) -> None:
-    def catches_in_the_loop() -> None:
+def test_a_read_that_fails_twice_raises_where_somebody_waits(tmp_path):
+    def catches_in_the_loop():
         with faulty(tmp_path, DRAINED, fail_read=always(eio)) as (offloader, made):
             with pytest.raises(StorageError, match="injected") as raised:
                 chain(offloader).backward()
@@ -137,7 +123,7 @@ def test_a_read_that_fails_twice_raises_where_somebody_waits(tmp_path: Path) -> 
     assert again.value.errno == errno.EIO
 
 
-def test_close_does_not_hide_the_error_under_way(tmp_path: Path) -> None:
+def test_close_does_not_hide_the_error_under_way(tmp_path):
     class Boom(Exception):
         pass
 
@@ -148,7 +134,7 @@ def test_close_does_not_hide_the_error_under_way(tmp_path: Path) -> None:
         chain(offloader).backward()
     assert caught.value.__context__ is None or isinstance(caught.value.__context__, StorageError)
 
-    def breaks() -> None:
+    def breaks():
         with faulty(tmp_path, DRAINED, fail_write=always(enospc), delay_s=0.002) as (offloader, _):
             chain(offloader)
             raise Boom
@@ -158,11 +144,11 @@ def test_close_does_not_hide_the_error_under_way(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lightning_ssd")]
 
 
-def test_what_close_raises_of_a_failed_read_keeps_nothing_alive(tmp_path: Path) -> None:
+def test_what_close_raises_of_a_failed_read_keeps_nothing_alive(tmp_path):
     """The frames that it passes hold a loss, whose graph holds what knows the offloader."""
-    met: list[StorageKey] = []
+    met = []
 
-    def train(offloader: Offloader) -> None:
+    def train(offloader):
         loss = chain(offloader)
         met.append(StorageKey(loss.untyped_storage()))
         with pytest.raises(StorageError):
@@ -176,7 +162,7 @@ def test_what_close_raises_of_a_failed_read_keeps_nothing_alive(tmp_path: Path) 
         assert not met[0].alive()
 
 
-def test_training_goes_on_after_a_failed_read(tmp_path: Path) -> None:
+def test_training_goes_on_after_a_failed_read(tmp_path):
     """It spoils nothing: the next attempt of a backward whose graph is retained succeeds, and so do later steps."""
     x = floats(0, 64, 64).requires_grad_()
     (expected,) = torch.autograd.grad((x * 2).sin().exp().sum(), x)
@@ -200,7 +186,7 @@ def test_training_goes_on_after_a_failed_read(tmp_path: Path) -> None:
         assert_released(offloader)
 
 
-def test_a_bit_flips_once(tmp_path: Path) -> None:
+def test_a_bit_flips_once(tmp_path):
     """Between drive and memory: the second read is right."""
     expected = outcome(TRAINING, Session())
     with faulty(tmp_path, FULL, corrupt_read=lambda index: index % 5 == 0) as (offloader, _):
@@ -210,7 +196,7 @@ def test_a_bit_flips_once(tmp_path: Path) -> None:
         assert_released(offloader)
 
 
-def test_a_bit_has_flipped_on_the_drive(tmp_path: Path) -> None:
+def test_a_bit_has_flipped_on_the_drive(tmp_path):
     with faulty(tmp_path, FULL, corrupt_read=lambda _: True) as (offloader, _):
         loss = chain(offloader)
         with pytest.raises(CorruptionError, match=r"offset \d+") as raised:
@@ -221,11 +207,11 @@ def test_a_bit_has_flipped_on_the_drive(tmp_path: Path) -> None:
         offloader.abort()
 
 
-def _random_delays(seed: int) -> Callable[[int], None]:
+def _random_delays(seed):
     generator = torch.Generator().manual_seed(seed)
     lock = threading.Lock()
 
-    def wait(_: int) -> None:
+    def wait(_):
         with lock:
             delay_s = float(torch.rand((), generator=generator)) * 0.004
         threading.Event().wait(delay_s)
@@ -234,7 +220,7 @@ def _random_delays(seed: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_requests_that_overtake_each_other(seed: int, tmp_path: Path) -> None:
+def test_requests_that_overtake_each_other(seed, tmp_path):
     """Random delays per request, so that forwarding, cancelling and urgent reads meet in many ways."""
     expected = outcome(TRAINING, Session())
     delays = _random_delays(seed)
@@ -247,7 +233,7 @@ def test_requests_that_overtake_each_other(seed: int, tmp_path: Path) -> None:
         assert stats.bytes_read + stats.bytes_forwarded > 0
 
 
-def test_closing_while_everything_is_under_way(tmp_path: Path) -> None:
+def test_closing_while_everything_is_under_way(tmp_path):
     """Queued writes are dropped, running ones end, threads and files go; the graph may die before or after."""
     loss = None
     with faulty(tmp_path, DRAINED, delay_s=0.01) as (offloader, _):

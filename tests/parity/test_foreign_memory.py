@@ -1,19 +1,12 @@
 """Somebody gives a saved storage other memory while it is written: never a wrong gradient, never freed memory."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
-import lightning_ssd
-from lightning_ssd.common.tensors import Region
-from lightning_ssd.storage.backend import Backend, WrappedBackend
-from lightning_ssd.storage.spill_file import Arena
+from lightning_ssd.storage.backend import WrappedBackend
 from tests.support.helpers import open_offloader
 from tests.support.patience import PATIENCE_S
 
@@ -24,26 +17,26 @@ NBYTES = 4 * N
 class HeldBackend(WrappedBackend):
     """Writes wait, with the address in hand, until they are let go; then they see what is at that address."""
 
-    def __init__(self, inner: Backend, begun: threading.Event, go: threading.Event) -> None:
+    def __init__(self, inner, begun, go):
         super().__init__(inner)
         self._begun, self._go = begun, go
 
-    def write(self, arena: Arena, region: Region, offset: int) -> None:
+    def write(self, arena, region, offset):
         self._begun.set()
         self._go.wait(PATIENCE_S)
         self.inner.write(arena, region, offset)
 
 
-def share(x: torch.Tensor) -> None:
+def share(x):
     x.share_memory_()
 
 
-def grow(x: torch.Tensor) -> None:
+def grow(x):
     x.untyped_storage().resize_(2 * NBYTES)
 
 
 @contextmanager
-def holding(directory: Path) -> Iterator[tuple[lightning_ssd.Offloader, threading.Event, threading.Event]]:
+def holding(directory):
     """An offloader; an event when a write has begun, and one to let writes go."""
     begun, go = threading.Event(), threading.Event()
     with open_offloader(directory, _wrap_backend=lambda inner: HeldBackend(inner, begun, go)) as offloader:
@@ -51,7 +44,7 @@ def holding(directory: Path) -> Iterator[tuple[lightning_ssd.Offloader, threadin
 
 
 @pytest.mark.parametrize("change", [share, grow])
-def test_other_memory_during_the_write(change: Callable[[torch.Tensor], None], tmp_path: Path) -> None:
+def test_other_memory_during_the_write(change, tmp_path):
     with holding(tmp_path) as (offloader, begun, go):
         w = torch.full((N,), 3.0, requires_grad=True)
         x = torch.ones(N)
@@ -71,7 +64,7 @@ def test_other_memory_during_the_write(change: Callable[[torch.Tensor], None], t
         assert offloader.stats.failures >= 1
 
 
-def test_other_memory_before_the_write(tmp_path: Path) -> None:
+def test_other_memory_before_the_write(tmp_path):
     """Emptied while its write is queued, and filled again: the write has nothing to take, and the tensor stays."""
     with holding(tmp_path) as (offloader, begun, go):
         w = torch.full((N,), 3.0, requires_grad=True)

@@ -20,14 +20,14 @@ class SaveAll(torch.autograd.Function):
     """Saves input, output, an intermediate, a constant and ``None``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx, x, weight):
         inner = x.sin()
         y = inner * weight
         ctx.save_for_backward(x, weight, inner, y, None, torch.full((300,), 0.5))
         return y, inner
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor, grad_inner: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad_y, grad_inner):
         x, weight, inner, y, nothing, constant = ctx.saved_tensors
         again = ctx.saved_tensors  # every access unpacks anew
         assert nothing is None
@@ -40,14 +40,14 @@ class Doubled(torch.autograd.Function):
     """Edits its input in place and saves it as output."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         x.mul_(2)
         ctx.mark_dirty(x)
         ctx.save_for_backward(x)
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         return grad * 2 + 0 * x
 
@@ -56,13 +56,13 @@ class Once(torch.autograd.Function):
     """Backward cannot be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         return x.square()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         return grad * 2 * x
 
@@ -71,16 +71,16 @@ class Rounded(torch.autograd.Function):
     """Non-differentiable second output; `setup_context` style."""
 
     @staticmethod
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(x):
         return x.exp(), x > 0
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(*output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:
+    def backward(ctx, grad, _):
         y, positive = ctx.saved_tensors
         return grad * y * positive
 
@@ -89,12 +89,12 @@ class WithForward(torch.autograd.Function):
     """Runs a small graph of its own, as re-entrant checkpointing does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         return x.sin().exp()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         with torch.enable_grad():
             copy = x.detach().requires_grad_()
@@ -107,23 +107,23 @@ class Plain(torch.autograd.Function):
     """Keeps a tensor as an attribute, which no hook sees."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.x = x.detach()
         ctx.save_for_backward(x)
         return x * x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         return grad * (x + ctx.x)
 
 
-def save_all(a: Tensor) -> Tensor:
+def save_all(a):
     y, inner = SaveAll.apply(a * 2, a.t().contiguous().t() + 1)
     return y * inner
 
 
-def chained(a: Tensor) -> Tensor:
+def chained(a):
     y = Doubled.apply(a * 3)
     z, _ = Rounded.apply(Once.apply(y))
     return Plain.apply(WithForward.apply(z.log()))
@@ -143,30 +143,30 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_exact(name: str, tmp_path: Path) -> None:
+def test_exact(name, tmp_path):
     assert_same(PROGRAMS[name], tmp_path, setups=SETUPS)
 
 
-def second_derivative(a: Tensor) -> Tensor:
+def second_derivative(a):
     (slope,) = torch.autograd.grad(Once.apply(a * 2).sum(), a, create_graph=True)
     return slope
 
 
-def freed(a: Tensor) -> Tensor:
+def freed(a):
     loss = Once.apply(a * 2).sum()
     loss.backward()
-    return loss  # type: ignore[no-any-return]
+    return loss
 
 
 @pytest.mark.parametrize("build", [second_derivative, freed])
-def test_errors_are_pytorchs_own(build: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+def test_errors_are_pytorchs_own(build, tmp_path):
     assert_same(graph(build), tmp_path, raises=True, moves=False)
 
 
-def test_what_a_node_shows_of_its_saved_tensors(tmp_path: Path) -> None:
+def test_what_a_node_shows_of_its_saved_tensors(tmp_path):
     """``grad_fn._saved_*`` unpacks outside of backward; the bytes are right, and backward still is."""
 
-    def program(session: Session) -> Any:
+    def program(session):
         a = leaf()
         with session.saved():
             y = (a * 2).sin()
@@ -180,7 +180,7 @@ def test_what_a_node_shows_of_its_saved_tensors(tmp_path: Path) -> None:
     assert_same(program, tmp_path)
 
 
-def test_what_a_node_shows_in_inference_mode(tmp_path: Path) -> None:
+def test_what_a_node_shows_in_inference_mode(tmp_path):
     """A tensor like any other, with the saved bytes, and backward goes on with it."""
     x = torch.rand(64, 64, requires_grad=True)
     with open_offloader(tmp_path) as offloader:
@@ -192,7 +192,7 @@ def test_what_a_node_shows_in_inference_mode(tmp_path: Path) -> None:
         offloader.flush()
         assert offloader.stats.resident_bytes < offloader.stats.bytes_saved
         with torch.inference_mode():
-            shown: Tensor = node._saved_result  # type: ignore[union-attr]
+            shown = node._saved_result
             assert not shown.is_inference()
         assert torch.equal(shown, expected)
         assert shown._version == 0
@@ -205,24 +205,24 @@ class Scaled(torch.autograd.Function):
     """By what somebody has noted on a constant."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, constant: Tensor) -> Tensor:
+    def forward(ctx, x, constant):
         ctx.save_for_backward(constant)
         return x * constant * getattr(constant, "scale", 1.0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx, gradient):
         (constant,) = ctx.saved_tensors
         return gradient * constant * getattr(constant, "scale", 1.0), None
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_what_is_noted_on_a_constant(is_held: bool, tmp_path: Path) -> None:
+def test_what_is_noted_on_a_constant(is_held, tmp_path):
     """Plain autograd holds the very object."""
 
-    def gradient(session: Session) -> Tensor:
+    def gradient(session):
         torch.manual_seed(1)
         x, constant = torch.rand(64, 64, requires_grad=True), torch.rand(64, 64)
-        constant.scale = 0.25  # type: ignore[attr-defined]
+        constant.scale = 0.25
         with session.saved():
             loss = Scaled.apply(x, constant).sin().sum()
         held = constant if is_held else None
@@ -239,11 +239,11 @@ def test_what_is_noted_on_a_constant(is_held: bool, tmp_path: Path) -> None:
             assert offloader.stats.num_saved > 0
 
 
-def waves(t: torch.Tensor) -> torch.Tensor:
+def waves(t):
     return (t.sin() * t.exp()).sum()
 
 
-REFUSING: dict[str, Callable[[torch.Tensor], Any]] = {
+REFUSING = {
     "grad": lambda x: torch.func.grad(waves)(x),
     "vjp": lambda x: torch.func.vjp(waves, x)[1](torch.tensor(1.0))[0],
     "jacrev": lambda x: torch.func.jacrev(waves)(x),
@@ -251,7 +251,7 @@ REFUSING: dict[str, Callable[[torch.Tensor], Any]] = {
     "per-sample": lambda x: torch.func.vmap(torch.func.grad(waves))(x),
 }
 # What the message says to write in their place. Only of a hessian the order of sums, and so the last bit, differs.
-INSTEAD: dict[str, Callable[[torch.Tensor], Any]] = {
+INSTEAD = {
     "grad": lambda x: torch.autograd.grad(waves(y := x.clone().requires_grad_()), y, create_graph=True)[0].detach(),
     "vjp": lambda x: torch.autograd.functional.vjp(waves, x)[1],
     "jacrev": lambda x: torch.autograd.functional.jacobian(waves, x),
@@ -283,7 +283,7 @@ def test_transforms_that_refuse_hooks_are_refused_with_a_way_out(name: str, tmp_
             offloader.end_backward()
 
 
-def test_other_errors_of_a_forward_stay_what_they_are(tmp_path: Path) -> None:
+def test_other_errors_of_a_forward_stay_what_they_are(tmp_path):
     with open_offloader(tmp_path) as offloader, pytest.raises(RuntimeError) as caught, offloader.saved_tensors():
         torch.ones(2) @ torch.ones(3)
     assert type(caught.value) is RuntimeError
@@ -309,17 +309,17 @@ def test_transforms_that_take_hooks_have_their_bits(transform: Callable[[torch.T
         offloader.end_backward()
 
 
-def dual_numbers(a: Tensor) -> Tensor:
+def dual_numbers(a):
     y = torch.autograd.forward_ad.make_dual(a, torch.ones(40, 50))
     primal, tangent = torch.autograd.forward_ad.unpack_dual((y.sin() * y).exp())
-    return primal + tangent.square()  # type: ignore[union-attr]
+    return primal + tangent.square()
 
 
-def tangents_of_zeros(a: Tensor) -> Tensor:
+def tangents_of_zeros(a):
     """Where a factor has no tangent, autograd saves a tensor of zeros that has a size and no memory."""
     y = torch.autograd.forward_ad.make_dual(torch.ones(40, 50), torch.full((40, 50), 0.5))
     primal, tangent = torch.autograd.forward_ad.unpack_dual(torch.sin(y * a) * a)
-    return tangent.square() + primal  # type: ignore[union-attr]
+    return tangent.square() + primal
 
 
 @pytest.mark.parametrize("build", [dual_numbers, tangents_of_zeros])
@@ -327,7 +327,7 @@ def tangents_of_zeros(a: Tensor) -> Tensor:
 def test_forward_mode(build: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
     """Dual numbers inside the context."""
 
-    def within(a: Tensor) -> Tensor:
+    def within(a):
         with torch.autograd.forward_ad.dual_level():
             return build(a)
 

@@ -1,11 +1,5 @@
 """Graphs used in every way that autograd allows: several times, in other orders, from other threads, half, never."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -24,12 +18,12 @@ from tests.support.helpers import (
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_exact(name: str, tmp_path: Path) -> None:
+def test_exact(name, tmp_path):
     raises = name == "backward_twice_without_retaining"
     assert_same(PROGRAMS[name], tmp_path, setups=SETUPS, raises=raises)
 
 
-def test_all_programs_through_one_offloader(tmp_path: Path) -> None:
+def test_all_programs_through_one_offloader(tmp_path):
     """Twice over, so that each runs with what the others taught the prefetcher and left behind."""
     expected = {name: outcome(program, Session()) for name, program in PROGRAMS.items()}
     with open_offloader(tmp_path) as offloader:
@@ -40,7 +34,7 @@ def test_all_programs_through_one_offloader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_costs_nothing(mode: Callable[[], Any], tmp_path: Path) -> None:
+def test_evaluation_costs_nothing(mode, tmp_path):
     with open_offloader(tmp_path, DRAINED) as offloader:
         session = Session(offloader, drained=True)
         model = network(session)

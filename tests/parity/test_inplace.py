@@ -1,10 +1,6 @@
 """An in-place edit of a saved tensor raises an error of plain PyTorch's type and meaning, wherever the tensor is."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +39,7 @@ MADE_BY = {
 
 
 @pytest.mark.parametrize("name", RAISING)
-def test_raises_as_plain_pytorch(name: str, tmp_path: Path) -> None:
+def test_raises_as_plain_pytorch(name, tmp_path):
     """And names who made the tensor, where it can still be told."""
     plain = assert_same(RAISING[name], tmp_path, setups=SETUPS, raises=True, moves=False)
     assert isinstance(plain, Raised)
@@ -60,7 +56,7 @@ def test_raises_as_plain_pytorch(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_an_edit_of_one_of_several_views_raises(name: str, tmp_path: Path) -> None:
+def test_an_edit_of_one_of_several_views_raises(name, tmp_path):
     """PyTorch has other words for it; where it looks by itself, they are its own."""
     plain = outcome(SEVERAL[name], Session())
     assert isinstance(plain, Raised)
@@ -74,8 +70,8 @@ def test_an_edit_of_one_of_several_views_raises(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["view of a saved input that is on disk", "saved output", "chunk of constants"])
-def test_raises_in_anomaly_mode(name: str, tmp_path: Path) -> None:
-    def with_anomaly(session: Session) -> Any:
+def test_raises_in_anomaly_mode(name, tmp_path):
+    def with_anomaly(session):
         with warnings.catch_warnings():
             # The mode warns that it is on, and prints where the failing operation was called; both are expected.
             warnings.simplefilter("ignore", UserWarning)
@@ -86,15 +82,15 @@ def test_raises_in_anomaly_mode(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DECIDED)
-def test_legal_beside_illegal(name: str, tmp_path: Path) -> None:
+def test_legal_beside_illegal(name, tmp_path):
     """Programs in which plain PyTorch decides what is legal; we agree."""
     assert_same(DECIDED[name], tmp_path, setups=SETUPS, raises=name == "checkpointed input", moves=False)
 
 
-def test_edit_of_a_living_tensor_behind_autograd(tmp_path: Path) -> None:
+def test_edit_of_a_living_tensor_behind_autograd(tmp_path):
     """`.data` hides an edit from PyTorch too: while the tensor lives, backward sees the new values, as without us."""
 
-    def program(session: Session) -> Any:
+    def program(session):
         a = leaf()
         base = torch.rand(40, 50)
         with session.saved():
@@ -106,10 +102,10 @@ def test_edit_of_a_living_tensor_behind_autograd(tmp_path: Path) -> None:
     assert_same(program, tmp_path, setups=SETUPS)
 
 
-def test_no_version_is_moved_to_find_out_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_version_is_moved_to_find_out_whose_it_is(tmp_path, monkeypatch):
     """Another thread may be comparing it: a constant that both save, say. Equal versions by chance are told apart."""
 
-    def program(session: Session) -> Any:
+    def program(session):
         a, base = leaf(), torch.rand(40, 50)
         base.add_(1)
         hidden = base.data
@@ -120,17 +116,17 @@ def test_no_version_is_moved_to_find_out_whose_it_is(tmp_path: Path, monkeypatch
         session.drain()
         return finish(session, y[-1], a)
 
-    def is_seen(tensor: object) -> None:
+    def is_seen(tensor):
         pytest.fail("a version was moved")
 
     monkeypatch.setattr(torch.autograd.graph, "increment_version", is_seen)
     assert_same(program, tmp_path, setups=SETUPS)
 
 
-def test_legal_edits_stay_legal(tmp_path: Path) -> None:
+def test_legal_edits_stay_legal(tmp_path):
     """Edits of what is not saved, and of results before anything saves them."""
 
-    def program(session: Session) -> Any:
+    def program(session):
         a, b = leaf(), leaf()
         with session.saved():
             x = (a * b).add_(1)

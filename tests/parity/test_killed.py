@@ -1,11 +1,8 @@
 """A process that is killed in the middle of a step leaves nothing on the drive, whose files have no names."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 from tests.parity.models import causal_batch, gpt2, hugging_face_loss
 from tests.support.everything_away import all_away, away_from_device
@@ -18,11 +15,11 @@ POINTS = {
 }
 
 
-def entries(directory: Path) -> list[Path]:
+def entries(directory):
     return [path for path in directory.rglob("*") if not path.is_dir()]
 
 
-def held(pid: int, directory: Path) -> int:
+def held(pid, directory):
     """Bytes that the open files of a process take in a directory; none of them may have a name."""
     taken = 0
     for name in os.listdir(f"/proc/{pid}/fd"):
@@ -33,7 +30,7 @@ def held(pid: int, directory: Path) -> int:
     return taken
 
 
-def kill(what: str, point: str, directory: Path, forks: list[str]) -> int:
+def kill(what, point, directory, forks):
     """Kill a training process at a point; return what its files took."""
     command = [*forks, "-m", "tests.parity.killed_script", what, point, str(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
@@ -48,7 +45,7 @@ def kill(what: str, point: str, directory: Path, forks: list[str]) -> int:
     return taken
 
 
-def assert_trains(directory: Path) -> None:
+def assert_trains(directory):
     """The next process that uses the directory finds nothing in its way."""
     training = Training(lambda: gpt2(hidden=160), causal_batch, hugging_face_loss, steps=2)
     expected = training(Session())
@@ -58,7 +55,7 @@ def assert_trains(directory: Path) -> None:
     assert entries(directory) == []
 
 
-def test_nothing_stays_after_kill_9(tmp_path: Path, forks: list[str]) -> None:
+def test_nothing_stays_after_kill_9(tmp_path, forks):
     for what, points in POINTS.items():
         for point in points:
             taken = kill(what, point, tmp_path, forks)

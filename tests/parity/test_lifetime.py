@@ -1,13 +1,8 @@
 """Memory and disk are given back when the graph lets go, without the garbage collector and without clean-up calls."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +17,6 @@ from tests.support.helpers import (
     PLANNING,
     SETUPS,
     Session,
-    Setup,
     assert_released,
     assert_same,
     disk_used_bytes,
@@ -31,14 +25,14 @@ from tests.support.helpers import (
 
 
 @pytest.fixture
-def _no_collector() -> Iterator[None]:
+def _no_collector():
     gc.collect()
     gc.disable()
     yield
     gc.enable()
 
 
-def num_objects() -> tuple[int, int]:
+def num_objects():
     """Tensors, and objects of our own classes."""
     gc.collect()
     kinds = [type(thing) for thing in gc.get_objects()]
@@ -50,7 +44,7 @@ def num_objects() -> tuple[int, int]:
     return sum(issubclass(kind, Tensor) for kind in kinds), ours
 
 
-def train(session: Session, model: torch.nn.Module, steps: int) -> None:
+def train(session, model, steps):
     for step in range(steps):
         with session.saved():
             # An input that wants gradients is a leaf, as a parameter is, but a new one in each step.
@@ -60,7 +54,7 @@ def train(session: Session, model: torch.nn.Module, steps: int) -> None:
 
 
 @pytest.mark.parametrize("setup", [DRAINED, EAGER], ids=["drained", "eager"])
-def test_fifty_steps_leave_nothing(setup: Setup, tmp_path: Path) -> None:
+def test_fifty_steps_leave_nothing(setup, tmp_path):
     """Tensors, files and disk use are the same after 5 steps and after 50."""
     with open_offloader(tmp_path, setup) as offloader:
         session = Session.of(offloader, setup)
@@ -78,7 +72,7 @@ def test_fifty_steps_leave_nothing(setup: Setup, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("setup", [DRAINED, EAGER, PLANNED, PLANNING], ids=["drained", "eager", "planned", "planning"])
-def test_backward_frees_without_the_collector(setup: Setup, tmp_path: Path) -> None:
+def test_backward_frees_without_the_collector(setup, tmp_path):
     """No reference cycle holds a saved tensor; everything is free as soon as backward has ended."""
     with open_offloader(tmp_path, setup) as offloader:
         x = floats(0, 64, 64).requires_grad_()
@@ -108,7 +102,7 @@ def test_backward_frees_without_the_collector(setup: Setup, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("_no_collector")
-def test_activations_die_when_they_are_on_disk(tmp_path: Path) -> None:
+def test_activations_die_when_they_are_on_disk(tmp_path):
     """Neither the cache nor an idle worker holds what has been written."""
     with open_offloader(tmp_path) as offloader:
         x = floats(0, 64, 64).requires_grad_()
@@ -138,7 +132,7 @@ def test_activations_die_when_they_are_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_collector")
-def test_saved_tensors_die_one_by_one_in_backward(tmp_path: Path) -> None:
+def test_saved_tensors_die_one_by_one_in_backward(tmp_path):
     """Reloaded storages go as soon as their node has run, not at the end of backward."""
     nbytes = 256 * 256 * 4
     with open_offloader(tmp_path) as offloader:
@@ -156,14 +150,14 @@ def test_saved_tensors_die_one_by_one_in_backward(tmp_path: Path) -> None:
         assert offloader.stats.bytes_read >= 12 * nbytes
 
 
-def test_the_collector_runs_anywhere(tmp_path: Path) -> None:
+def test_the_collector_runs_anywhere(tmp_path):
     """Graphs die inside the garbage collector, in whatever thread and under whatever lock it happens to run."""
 
     class Holder:
-        def __init__(self, loss: Tensor) -> None:
+        def __init__(self, loss):
             self.loss, self.cycle = loss, self
 
-    def program(session: Session) -> Any:
+    def program(session):
         model = Perceptrons(num_blocks=2)
         session.register(model)
         x = floats(0, 60, 40)
@@ -183,7 +177,7 @@ def test_the_collector_runs_anywhere(tmp_path: Path) -> None:
         gc.set_threshold(*before)
 
 
-def test_reloaded_memory_outlives_the_offloader(tmp_path: Path) -> None:
+def test_reloaded_memory_outlives_the_offloader(tmp_path):
     """A saved tensor that the user has taken out of the graph stays his, whatever is closed or reloaded after."""
     with open_offloader(tmp_path) as offloader:
         x = floats(0, 64, 64).requires_grad_()
@@ -203,10 +197,10 @@ def test_reloaded_memory_outlives_the_offloader(tmp_path: Path) -> None:
     assert torch.equal(taken, x * 2)
 
 
-def test_recycled_addresses(tmp_path: Path) -> None:
+def test_recycled_addresses(tmp_path):
     """A thousand storages live and die within one forward, most at an address that another had before."""
 
-    def program(session: Session) -> Any:
+    def program(session):
         weight = torch.full((40, 25), 0.5).requires_grad_()
         total = torch.zeros(())
         addresses = set()
@@ -227,10 +221,10 @@ def test_recycled_addresses(tmp_path: Path) -> None:
     assert_same(program, tmp_path, setups=SETUPS[:2])
 
 
-def test_identity_of_a_reloaded_storage(tmp_path: Path) -> None:
+def test_identity_of_a_reloaded_storage(tmp_path):
     """A graph that is used again keeps its storages, not the addresses at which they were first seen."""
 
-    def program(session: Session) -> Any:
+    def program(session):
         weight = torch.rand(64, 64).requires_grad_()
         with session.saved():
             old = sum((weight * torch.full((64, 64), float(number))).sum() for number in range(20))
@@ -250,10 +244,10 @@ def test_identity_of_a_reloaded_storage(tmp_path: Path) -> None:
     assert_same(program, tmp_path)
 
 
-def test_storages_that_change_hands(tmp_path: Path) -> None:
+def test_storages_that_change_hands(tmp_path):
     """`set_`, `resize_` and swapped data on tensors that share or leave a storage that was saved."""
 
-    def program(session: Session) -> Any:
+    def program(session):
         a = floats(0, 40, 50).requires_grad_()
         with session.saved():
             x = a.detach() * 2
@@ -270,7 +264,7 @@ def test_storages_that_change_hands(tmp_path: Path) -> None:
     assert_same(program, tmp_path)
 
 
-def test_closing_before_backward(tmp_path: Path) -> None:
+def test_closing_before_backward(tmp_path):
     """What is only on disk is gone with its file: backward raises, it does not return other bytes."""
     x = floats(0, 64, 64).requires_grad_()
     with open_offloader(tmp_path) as offloader:
@@ -281,7 +275,7 @@ def test_closing_before_backward(tmp_path: Path) -> None:
         loss.backward()
 
 
-def test_model_on_the_way_out_of_scope(tmp_path: Path) -> None:
+def test_model_on_the_way_out_of_scope(tmp_path):
     """A registered model is not kept alive by being registered."""
     with open_offloader(tmp_path) as offloader:
         model = gpt2(layers=1)

@@ -1,16 +1,9 @@
 """Checkpoints of Lightning trainings that wait on SSD: those of plain ones, whoever goes on from them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.strategies import Strategy
-from torch.optim import Optimizer
 
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from tests.parity.lightning_nets import Failing
@@ -21,12 +14,12 @@ from tests.support.trainers import NUM_BATCHES, Net, fit, make_trainer
 pytestmark = [*MARKS, pytest.mark.usefixtures("what_is_away")]
 
 
-def strategy_named(name: str, directory: Path) -> Strategy | str:
+def strategy_named(name, directory):
     return "auto" if name == "plain" else all_on_ssd(directory)
 
 
 @pytest.mark.parametrize("epochs", [1, 2], ids=["within an epoch", "after it"])
-def test_a_resumed_training_goes_on_whoever_saved(epochs: int, spill_dir: Path) -> None:
+def test_a_resumed_training_goes_on_whoever_saved(epochs, spill_dir):
     """Plain to ours, ours to plain, ours to ours: the files hold the same, and so does what comes of them."""
     saved, results = {}, {}
     file = "step=4.ckpt" if epochs == 1 else "last.ckpt"
@@ -58,7 +51,7 @@ def test_a_resumed_training_goes_on_whoever_saved(epochs: int, spill_dir: Path) 
 
 @pytest.mark.filterwarnings(r"ignore:`.fit\(ckpt_path=None\)` was called without a model")
 @pytest.mark.filterwarnings(r"ignore:.fit\(ckpt_path=.last.\) is set, but there is no last checkpoint")
-def test_a_checkpoint_on_exception_is_the_plain_one_and_training_goes_on_within_the_epoch(tmp_path: Path) -> None:
+def test_a_checkpoint_on_exception_is_the_plain_one_and_training_goes_on_within_the_epoch(tmp_path):
     results = {}
     for name in ("plain", "ours"):
         directory = tmp_path / name
@@ -80,7 +73,7 @@ def test_a_checkpoint_on_exception_is_the_plain_one_and_training_goes_on_within_
     assert_identical(results["ours"], results["plain"])
 
 
-def test_save_after_fit_has_ended(spill_dir: Path) -> None:
+def test_save_after_fit_has_ended(spill_dir):
     """The files are closed then; the states are still there, and can be resumed from."""
     fit(Net, "auto", spill_dir)[0].save_checkpoint(spill_dir / "plain.ckpt")
     trainer, module = fit(Net, all_on_ssd(spill_dir), spill_dir)
@@ -96,7 +89,7 @@ def test_save_after_fit_has_ended(spill_dir: Path) -> None:
     assert trainer.global_step == 12
 
 
-def test_checkpoints_are_streamed_unless_the_user_has_a_way_of_his_own(spill_dir: Path) -> None:
+def test_checkpoints_are_streamed_unless_the_user_has_a_way_of_his_own(spill_dir):
     class Mine(StreamedCheckpointIO):
         pass
 
@@ -109,11 +102,11 @@ def test_checkpoints_are_streamed_unless_the_user_has_a_way_of_his_own(spill_dir
 class Unfreezes(BaseFinetuning):
     """The first block joins after the first epoch, as a group of its own."""
 
-    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+    def freeze_before_training(self, pl_module):
         assert isinstance(pl_module, Net)
         self.freeze(pl_module.blocks[0])
 
-    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: Optimizer) -> None:
+    def finetune_function(self, pl_module, epoch, optimizer):
         assert isinstance(pl_module, Net)
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.blocks[0], optimizer, lr=1e-3)
@@ -122,18 +115,18 @@ class Unfreezes(BaseFinetuning):
 class Finetuned(Net):
     """Trains what is not frozen when the optimizer is made."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def test_frozen_parameters_join_later(spill_dir: Path) -> None:
+def test_frozen_parameters_join_later(spill_dir):
     both(Finetuned, spill_dir, lambda directory: {"callbacks": [Unfreezes()], "max_epochs": 3})
 
 
-def test_a_resumed_finetuning_has_its_groups_and_states(spill_dir: Path) -> None:
+def test_a_resumed_finetuning_has_its_groups_and_states(spill_dir):
     """The callback puts groups into ``param_groups`` after the wrapping and before the states are loaded."""
 
-    def settings(name: str, epochs: int) -> dict[str, Any]:
+    def settings(name, epochs):
         saving = ModelCheckpoint(spill_dir / name, save_last=True)
         return {"callbacks": [Unfreezes(), saving], "enable_checkpointing": True, "max_epochs": epochs}
 

@@ -4,12 +4,7 @@ Each with activations and states, or with weights and gradients as well, some wi
 are exhaustive.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import lightning as L
@@ -31,20 +26,20 @@ from lightning.pytorch.strategies import Strategy
 
 import tests.parity.lightning_nets as nets
 from lightning_ssd.errors import BudgetError
-from tests.parity.lightning_pairs import MARKS, Make, Settings, all_on_ssd, assert_moved, both, everything
+from tests.parity.lightning_pairs import MARKS, all_on_ssd, assert_moved, both, everything
 from tests.support.helpers import assert_identical
 from tests.support.trainers import BAREBONES, BATCH_SIZE, NUM_BATCHES, ManualNet, Net, fit, make_trainer, result
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("what_is_away")]
 
 
-def with_(**settings: Any) -> Settings:
+def with_(**settings):
     return lambda directory: settings
 
 
 # -- what the Trainer is told, and what it trains --------------------------------------------------------------------
 
-FEATURES: dict[str, tuple[Make, Settings]] = {
+FEATURES = {
     "accumulation": (Net, with_(accumulate_grad_batches=2, max_epochs=2)),
     "accumulation-scheduler": (
         Net,
@@ -92,14 +87,10 @@ FEATURES: dict[str, tuple[Make, Settings]] = {
 }
 
 
-def _rows() -> Iterator[Any]:
+def _rows():
     for number, name in enumerate(FEATURES):
-        for away, is_default in (
-            ("states", number % 2 == 0),
-            ("everything", number % 2 == 1),
-            ("activations", number % 3 == 0),
-        ):
-            yield pytest.param(name, away, marks=() if is_default else pytest.mark.exhaustive)
+        for turn, away in enumerate(("states", "everything", "activations")):
+            yield pytest.param(name, away, marks=() if number % 3 == turn else pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(("name", "what_is_away"), list(_rows()), indirect=["what_is_away"])
@@ -111,7 +102,7 @@ def _rows() -> Iterator[Any]:
 @pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones")
 @pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
-def test_features(name: str, tmp_path: Path) -> None:
+def test_features(name, tmp_path):
     both(FEATURES[name][0], tmp_path, FEATURES[name][1])
 
 
@@ -125,7 +116,7 @@ ALL_AWAY = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-def test_a_module_made_under_init_module(precision: Any, tmp_path: Path) -> None:
+def test_a_module_made_under_init_module(precision, tmp_path):
     seen = []
     for strategy in ("auto", all_on_ssd(tmp_path)):
         trainer = make_trainer(strategy, tmp_path, precision=precision, limit_val_batches=0)
@@ -139,17 +130,17 @@ def test_a_module_made_under_init_module(precision: Any, tmp_path: Path) -> None
 
 
 @pytest.fixture
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
 
 
-def compiled(how: str) -> Net:
+def compiled(how):
     module = Net()
     if how == "module":
-        module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # Lightning's own trouble in a graph
-        return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
+        module.log = lambda *args, **kwargs: None  # Lightning's own trouble in a graph
+        return torch.compile(module, backend="aot_eager")
     for block in module.blocks:
         block.compile(backend="aot_eager")
     return module
@@ -161,8 +152,8 @@ def compiled(how: str) -> Net:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled(how: str, tmp_path: Path) -> None:
-    def settings(directory: Path) -> dict[str, Any]:
+def test_compiled(how, tmp_path):
+    def settings(directory):
         return {"limit_train_batches": 3, "limit_val_batches": 0}
 
     both(partial(compiled, how), tmp_path, settings)
@@ -172,8 +163,8 @@ def test_compiled(how: str, tmp_path: Path) -> None:
 
 
 @ALL_AWAY
-def test_backbone_finetuning(tmp_path: Path) -> None:
-    def settings(directory: Path) -> dict[str, Any]:
+def test_backbone_finetuning(tmp_path):
+    def settings(directory):
         return {"callbacks": [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)], "max_epochs": 3}
 
     _, (trainer, _) = both(nets.WithBackbone, tmp_path, settings)
@@ -182,16 +173,16 @@ def test_backbone_finetuning(tmp_path: Path) -> None:
 
 @ALL_AWAY
 @pytest.mark.parametrize(("lottery", "permanent"), [(False, True), (True, False)])
-def test_pruning(lottery: bool, permanent: bool, tmp_path: Path) -> None:
+def test_pruning(lottery, permanent, tmp_path):
     """While it trains, a pruned weight is the product of a parameter and a mask, made anew in each forward."""
 
     class Prunes(ModelPruning):
-        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        def setup(self, trainer, pl_module, stage):
             assert isinstance(pl_module, Net)
-            self._parameters_to_prune = [(block.up, "weight") for block in pl_module.blocks]  # type: ignore[misc]
+            self._parameters_to_prune = [(block.up, "weight") for block in pl_module.blocks]
             super().setup(trainer, pl_module, stage)
 
-    def settings(directory: Path) -> dict[str, Any]:
+    def settings(directory):
         pruning = Prunes(
             "l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=lottery, make_pruning_permanent=permanent
         )
@@ -204,8 +195,8 @@ def test_pruning(lottery: bool, permanent: bool, tmp_path: Path) -> None:
 
 @ALL_AWAY
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-def test_learning_rate_finder(tmp_path: Path) -> None:
-    def settings(directory: Path) -> dict[str, Any]:
+def test_learning_rate_finder(tmp_path):
+    def settings(directory):
         finder = LearningRateFinder(num_training_steps=16, early_stop_threshold=None)
         return {"callbacks": [finder], "limit_val_batches": 0, "limit_train_batches": 1.0, "max_epochs": 3}
 
@@ -214,10 +205,10 @@ def test_learning_rate_finder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [nets.Overflows, nets.FusedOverflows])
-def test_a_scaler_scales_and_skips(make: Make, tmp_path: Path) -> None:
-    plugins: list[MixedPrecision] = []
+def test_a_scaler_scales_and_skips(make, tmp_path):
+    plugins = []
 
-    def settings(directory: Path) -> dict[str, Any]:
+    def settings(directory):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         plugins.append(MixedPrecision("16-mixed", "cpu", scaler))
         return {"plugins": plugins[-1:], "max_epochs": 2}
@@ -230,26 +221,26 @@ def test_a_scaler_scales_and_skips(make: Make, tmp_path: Path) -> None:
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def test_lbfgs_with_activations_on_ssd(tmp_path: Path) -> None:
+def test_lbfgs_with_activations_on_ssd(tmp_path):
     (_, plain), _ = both(nets.ManyEvaluations, tmp_path, with_(max_steps=2, limit_val_batches=0), states=False)
     assert len(plain.losses) > 4
 
 
-def test_an_optimizer_that_is_wrapped_already(tmp_path: Path) -> None:
+def test_an_optimizer_that_is_wrapped_already(tmp_path):
     _, (trainer, _) = both(nets.Wrapped, tmp_path)
-    assert type(trainer.optimizers[0].inner) is torch.optim.AdamW  # type: ignore[attr-defined]
+    assert type(trainer.optimizers[0].inner) is torch.optim.AdamW
     both(nets.Wrapped, tmp_path / "kept", states=False)
 
 
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
-def test_no_optimizer(tmp_path: Path) -> None:
+def test_no_optimizer(tmp_path):
     both(nets.NoOptimizer, tmp_path, states=False)
     _, ours = fit(nets.NoOptimizer, all_on_ssd(tmp_path), tmp_path)
     _, plain = fit(nets.NoOptimizer, "auto", tmp_path)
     assert_identical(result(ours), result(plain))
 
 
-def test_sparse_gradients_with_an_optimizer_without_states(tmp_path: Path) -> None:
+def test_sparse_gradients_with_an_optimizer_without_states(tmp_path):
     both(partial(nets.Words, "sgd"), tmp_path, states=False)
 
 
@@ -257,9 +248,9 @@ def test_sparse_gradients_with_an_optimizer_without_states(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("mode", ["power", "binsearch"])
-def test_a_budget_bounds_the_batch_size(mode: str, tmp_path: Path) -> None:
+def test_a_budget_bounds_the_batch_size(mode, tmp_path):
     """A batch for which no plan keeps the budget is too large to the finder, as one that does not fit into memory."""
-    finder = BatchSizeFinder(mode, steps_per_trial=2, init_val=16, margin=0.0, max_val=4096)  # type: ignore[arg-type]
+    finder = BatchSizeFinder(mode, steps_per_trial=2, init_val=16, margin=0.0, max_val=4096)
     budget = partial(all_on_ssd, tmp_path, activations="auto", activation_budget=300_000)
     _, module = fit(Net, budget(), tmp_path, callbacks=[finder], limit_val_batches=0)
     assert 16 <= module.batch_size < 384, "the budget did not bound it"
@@ -272,7 +263,7 @@ def test_a_budget_bounds_the_batch_size(mode: str, tmp_path: Path) -> None:
 # -- what others wrap ------------------------------------------------------------------------------------------------
 
 
-def test_backward_stays_lightnings_own(tmp_path: Path) -> None:
+def test_backward_stays_lightnings_own(tmp_path):
     """Who puts something in the place of ``Strategy.backward`` that calls ours is not called by ours again."""
     strategy = all_on_ssd(tmp_path)
     with mock.patch.object(Strategy, "backward", wraps=strategy.backward) as seen:
@@ -282,7 +273,7 @@ def test_backward_stays_lightnings_own(tmp_path: Path) -> None:
     assert strategy._session.num_borders == 2 * NUM_BATCHES
 
 
-def test_an_exception_reaches_lightnings_own_strategy(tmp_path: Path) -> None:
+def test_an_exception_reaches_lightnings_own_strategy(tmp_path):
     with mock.patch.object(Strategy, "on_exception") as seen, pytest.raises(ZeroDivisionError) as raised:
         fit(nets.Failing, all_on_ssd(tmp_path), tmp_path)
     seen.assert_called_once_with(raised.value)

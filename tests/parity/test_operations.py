@@ -1,34 +1,27 @@
 """Operations of PyTorch that fill a tensor after they have saved it, and count no version."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ssd import Offloader
-from tests.support.helpers import DRAINED, Session, assert_same
+from tests.support.helpers import DRAINED, assert_same
 
 
-class MovesWithin(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MovesWithin(TorchDispatchMode):
     """A drive that is as fast as can be, while it is entered. Without an offloader it counts alone.
 
     Attributes:
         names: of the operations.
     """
 
-    def __init__(self, offloader: Offloader | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
+    def __init__(self, offloader):
+        super().__init__()
+        self.names = set()
         self._offloader = offloader
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.add(str(func))
         if self._offloader is not None:
             # Past the guard of flush(): the mode sees our own operations, too, none of which is under a lock.
@@ -39,7 +32,7 @@ class MovesWithin(TorchDispatchMode):  # type: ignore[no-untyped-call]
 ROWS = 256
 
 
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+FUNCTIONS = {
     "nn.RReLU": nn.RReLU(),
     "nn.RReLU(inplace)": nn.RReLU(inplace=True),
     "rrelu": lambda x: F.rrelu(x, training=True),
@@ -49,8 +42,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_an_operation_fills_after_saving_it(name: str, tmp_path: Path) -> None:
-    def program(session: Session) -> Any:
+def test_what_an_operation_fills_after_saving_it(name, tmp_path):
+    def program(session):
         weight = torch.randn(ROWS, ROWS, requires_grad=True)
         with session.saved(), MovesWithin(session.offloader) as mode:
             loss = FUNCTIONS[name](weight * 2).square().sum()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import Strategy
 
 from lightning_ssd import OffloadMonitor
 from lightning_ssd.errors import ConfigError
@@ -21,13 +17,13 @@ from tests.support.trainers import LBFGSNet, ManualNet, Net, fit
 pytestmark = MARKS
 
 
-def test_fit_and_validate_twice_then_test_and_predict(spill_dir: Path) -> None:
+def test_fit_and_validate_twice_then_test_and_predict(spill_dir):
     """Each fit has states and files of its own, and what comes after finds none."""
 
-    def all_of_it(strategy: Strategy | str) -> tuple[L.Trainer, dict[str, Any]]:
+    def all_of_it(strategy):
         trainer, module = fit(Net, strategy, spill_dir)
         first = trainer.optimizers
-        outputs: list[Any] = [trainer.validate(module, verbose=False)]
+        outputs = [trainer.validate(module, verbose=False)]
         assert_nothing_left(spill_dir)
         trainer.fit_loop.max_epochs = 2
         trainer.fit(module)
@@ -43,7 +39,7 @@ def test_fit_and_validate_twice_then_test_and_predict(spill_dir: Path) -> None:
     assert_moved(trainer)
 
 
-def test_what_couples_parameters_is_refused_before_the_first_step(spill_dir: Path) -> None:
+def test_what_couples_parameters_is_refused_before_the_first_step(spill_dir):
     module = LBFGSNet()
     with pytest.raises(ConfigError, match=r"LBFGS.*optimizer_states='keep'"):
         fit(lambda: module, all_on_ssd(spill_dir), spill_dir)
@@ -56,7 +52,7 @@ class Breaks(torch.optim.AdamW):
 
     num_left: int | None = None  # of the class: an attribute of the optimizer counts steps, as in plain training
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         if Breaks.num_left == 0:
             raise ZeroDivisionError("sabotage")
         Breaks.num_left = None if Breaks.num_left is None else Breaks.num_left - 1
@@ -64,24 +60,20 @@ class Breaks(torch.optim.AdamW):
 
 
 class Broken(Net):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return Breaks(self.parameters(), lr=1e-2)
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_within_a_step_reaches_the_user_and_leaves_nothing(
-    spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_within_a_step_reaches_the_user_and_leaves_nothing(spill_dir, monkeypatch):
     """Half the parameters are updated: there is nothing to save, and the error must not be hidden by a second one."""
-    trainers: list[L.Trainer] = []
+    trainers = []
 
     class Notes(L.Callback):
-        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        def on_fit_start(self, trainer, pl_module):
             trainers.append(trainer)
 
-        def on_train_batch_start(
-            self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int
-        ) -> None:
+        def on_train_batch_start(self, trainer, pl_module, batch, index):
             monkeypatch.setattr(Breaks, "num_left", 1 if index else None)  # the first step is rehearsed
 
     with pytest.raises(ZeroDivisionError, match="sabotage"):
@@ -99,24 +91,24 @@ def test_an_error_within_a_step_reaches_the_user_and_leaves_nothing(
 class Rows(CSVLogger):
     """Keeps what the monitor tells."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         super().__init__(directory)
-        self.ours: list[dict[str, float]] = []
+        self.ours = []
 
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:  # type: ignore[override]
+    def log_metrics(self, metrics, step=None):
         if "wear/written_tb" in metrics:
             self.ours.append(metrics)
         super().log_metrics(metrics, step)
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])
-def test_the_monitor_counts_what_optimizers_write(activations: str, spill_dir: Path) -> None:
+def test_the_monitor_counts_what_optimizers_write(activations, spill_dir):
     rows = Rows(spill_dir / "logs")
     strategy = all_on_ssd(spill_dir, activations=activations, endurance="600TB")
     monitor = OffloadMonitor()
     settings = {"logger": rows, "log_every_n_steps": 1, "callbacks": [monitor]}
     trainer, _ = fit(ManualNet, strategy, spill_dir, **settings)
-    states = [optimizer.stats for optimizer in trainer.optimizers]  # type: ignore[attr-defined]
+    states = [optimizer.stats for optimizer in trainer.optimizers]
     written = strategy.stats.bytes_written + sum(stats.written_bytes for stats in states)
     read = strategy.stats.bytes_read + sum(stats.read_bytes for stats in states)
     # The last writes and reads may end after the last row.

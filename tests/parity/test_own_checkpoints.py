@@ -1,12 +1,7 @@
 """Blocks that the program checkpoints by itself under our hooks, with today's PyTorch and with the coming one."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -31,6 +26,7 @@ from tests.support.helpers import (
     open_offloader,
     outcome,
 )
+from tests.support.pairs import each_once
 from tests.support.trainers import LIGHTNING_NOISE, Net, fit, offload_strategy, result
 
 checkpoint = torch.utils.checkpoint.checkpoint
@@ -47,14 +43,7 @@ SETUPS = {"offload": DRAINED, "recompute_offload": Setup(activations="recompute_
 class Coming:
     """``checkpoint()`` as pytorch#191236 announces it: hooks around it need the flag."""
 
-    def __call__(
-        self,
-        function: Any,
-        *args: Any,
-        use_reentrant: bool,
-        respect_saved_tensors_hooks: bool | None = None,
-        **more: Any,
-    ) -> Any:
+    def __call__(self, function, *args, use_reentrant, respect_saved_tensors_hooks=None, **more):
         if use_reentrant and respect_saved_tensors_hooks is not None:
             raise ValueError(f"{FLAG} needs use_reentrant=False")
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -66,7 +55,7 @@ class Coming:
         return checkpoint(function, *args, use_reentrant=use_reentrant, **given, **more)
 
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "reentrant": {"use_reentrant": True},
     "non-reentrant": {"use_reentrant": False},
     "selective": {
@@ -77,29 +66,27 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Checkpointing(nn.Module):
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings):
         super().__init__()
         self.blocks = models.Perceptrons(dropout=0.2).blocks
         self.settings = settings
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = x + checkpoint(block, x, **self.settings)
         return x
 
 
-def training(kind: str) -> Training:
+def training(kind):
     """Re-entrant checkpointing trains nothing unless an input of the block requires gradients."""
     return Training(
-        lambda: Checkpointing(KINDS[kind]),
-        lambda step: {"x": inputs(step)["x"].requires_grad_()},
-        mean_square,
+        lambda: Checkpointing(KINDS[kind]), lambda step: {"x": inputs(step)["x"].requires_grad_()}, mean_square
     )
 
 
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_of_the_program_is_exact(kind: str, setup: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_program_is_exact(kind, setup, tmp_path):
     expected = outcome(training(kind), Session())
     with open_offloader(tmp_path, SETUPS[setup]) as offloader:
         assert_identical(outcome(training(kind), Session.of(offloader, SETUPS[setup])), expected)
@@ -107,7 +94,7 @@ def test_a_checkpoint_of_the_program_is_exact(kind: str, setup: str, tmp_path: P
         assert setup == "planned" or offloader.stats.bytes_read > 0
 
 
-def test_our_own_checkpoints_give_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_checkpoints_give_the_flag(monkeypatch):
     monkeypatch.setattr(checkpointed_call, "checkpoint", Coming())
     assert_recompute_parity(TRAININGS["dropout"]())
     monkeypatch.setattr(checkpointed_call, "_said_of_hooks", lambda function: {})
@@ -121,27 +108,27 @@ def test_our_own_checkpoints_give_the_flag(monkeypatch: pytest.MonkeyPatch) -> N
 class Causal(Net):
     """A model of transformers that checkpoints its blocks; sees whether their inputs are in memory before backward."""
 
-    def __init__(self, kind: str, *, reentrant: bool) -> None:
+    def __init__(self, kind, *, reentrant):
         L.LightningModule.__init__(self)
         self.width, self.batch_size, self.losses = 24, 4, []
-        self.model: Any = MAKE[kind]()
+        self.model = MAKE[kind]()
         self.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        self.given: list[StorageKey] = []
-        self.in_memory: list[list[bool]] = []
+        self.given = []
+        self.in_memory = []
         for block in self.model.get_submodule(BLOCKS[kind]):
             block.register_forward_pre_hook(self._is_given)
 
-    def _is_given(self, block: nn.Module, args: Any) -> None:
+    def _is_given(self, block, args):
         if torch._C._current_autograd_node() is None:
             self.given.append(StorageKey(args[0].untyped_storage()))
 
-    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+    def loss(self, batch):
         words = (batch[0] * 100).long().remainder(models.VOCABULARY)
-        loss: torch.Tensor = self.model(input_ids=words, labels=words).loss
+        loss = self.model(input_ids=words, labels=words).loss
         self.losses.append(loss.detach().clone())
         return loss
 
-    def on_before_backward(self, loss: torch.Tensor) -> None:
+    def on_before_backward(self, loss):
         if isinstance(self.trainer.strategy, SSDOffloadStrategy):
             assert self.trainer.strategy.offloader is not None
             self.trainer.strategy.offloader.flush()
@@ -149,7 +136,7 @@ class Causal(Net):
         self.given.clear()
 
 
-MAKE: dict[str, Callable[[], nn.Module]] = {
+MAKE = {
     "gpt2": partial(models.gpt2, hidden=80, dropout=0.1, layers=3),
     "llama": partial(
         models.transformer,
@@ -161,12 +148,8 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
 BLOCKS = {"gpt2": "transformer.h", "llama": "model.layers"}
 
 
-@pytest.mark.parametrize("activations", ["auto", "offload", "recompute_offload"])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", MAKE)
-def test_inputs_of_blocks_that_transformers_checkpoints_leave_in_the_trainer(
-    kind: str, reentrant: bool, activations: str, spill_dir: Path
-) -> None:
+@each_once("kind, reentrant, activations", MAKE, [False, True], ["auto", "offload", "recompute_offload"])
+def test_inputs_of_blocks_that_transformers_checkpoints_leave_in_the_trainer(kind, reentrant, activations, spill_dir):
     make = partial(Causal, kind, reentrant=reentrant)
     settings = {"limit_train_batches": 2, "limit_val_batches": 0}
     _, plain = fit(make, "auto", spill_dir / "plain", **settings)

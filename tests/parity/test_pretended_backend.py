@@ -3,13 +3,9 @@
 Each runs in a process of its own, which a wrong access of the host ends.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,18 +22,17 @@ DEFAULT = ("states-auto", "side-stream", "flipped-bits")
 MODELS = [name for name in FAMILIES if name != "lstm"]  # on a device PyTorch asks for an operator that no CPU has
 
 
-def child(forks: list[str], directory: Path, *names: str) -> subprocess.CompletedProcess[str]:
+def child(forks, directory, *names):
     command = [*forks, "-m", "tests.support.pretended_backend_script", str(directory), *names]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 
 
-def seen(ended: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def seen(ended):
     """What the device has seen until the program ended, in whatever way."""
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
-def assert_exact(forks: list[str], directory: Path, *names: str) -> None:
+def assert_exact(forks, directory, *names):
     ended = child(forks, directory, *names)
     assert ended.returncode == 0, ended.stderr
     assert seen(ended)["faults"] == []
@@ -47,12 +42,12 @@ def assert_exact(forks: list[str], directory: Path, *names: str) -> None:
 @pytest.mark.parametrize(
     "name", [name if name in DEFAULT else pytest.param(name, marks=EXHAUSTIVE) for name in PROGRAMS]
 )
-def test_training_is_exact(name: str, forks: list[str], spill_dir: Path) -> None:
+def test_training_is_exact(name, forks, spill_dir):
     assert_exact(forks, spill_dir, name)
 
 
 @pytest.mark.parametrize("names", [MODELS[-1:], pytest.param(MODELS[:-1], marks=EXHAUSTIVE)], ids=["last", "others"])
-def test_models_are_exact(names: list[str], forks: list[str], spill_dir: Path) -> None:
+def test_models_are_exact(names, forks, spill_dir):
     assert_exact(forks, spill_dir, *names)
 
 
@@ -63,9 +58,7 @@ def test_models_are_exact(names: list[str], forks: list[str], spill_dir: Path) -
     ("mistake", "place"),
     [("host-mover", "copy_paths.py"), pytest.param("host-checksum", "checksum.py", marks=EXHAUSTIVE)],
 )
-def test_a_host_that_touches_memory_of_the_device_ends(
-    mistake: str, place: str, forks: list[str], spill_dir: Path
-) -> None:
+def test_a_host_that_touches_memory_of_the_device_ends(mistake, place, forks, spill_dir):
     ended = child(forks, spill_dir, mistake)
     assert ended.returncode == -signal.SIGSEGV, ended.stderr
     thread = ended.stderr.partition("Current thread")[2].partition("Thread 0x")[0]
@@ -73,7 +66,7 @@ def test_a_host_that_touches_memory_of_the_device_ends(
 
 
 @EXHAUSTIVE
-def test_a_file_that_is_given_memory_of_the_device_fails(forks: list[str], spill_dir: Path) -> None:
+def test_a_file_that_is_given_memory_of_the_device_fails(forks, spill_dir):
     ended = child(forks, spill_dir, "host-write")
     assert ended.returncode == 1
     assert "Bad address" in ended.stderr
@@ -87,12 +80,12 @@ def test_a_file_that_is_given_memory_of_the_device_fails(forks: list[str], spill
         pytest.param("no-protection-of-slots", "memory could be lent again that another stream uses", marks=EXHAUSTIVE),
     ],
 )
-def test_a_wait_that_is_left_out_is_seen(mistake: str, fault: str, forks: list[str], spill_dir: Path) -> None:
+def test_a_wait_that_is_left_out_is_seen(mistake, fault, forks, spill_dir):
     faults = seen(child(forks, spill_dir, mistake))["faults"]
     assert any(fault in text for text in faults), set(faults)
 
 
 @EXHAUSTIVE
-def test_a_worker_that_does_not_wait_is_seen(forks: list[str], spill_dir: Path) -> None:
+def test_a_worker_that_does_not_wait_is_seen(forks, spill_dir):
     """By its bits, or because a copy fills a buffer that has gone."""
     assert child(forks, spill_dir, "no-wait-of-workers").returncode != 0

@@ -1,16 +1,9 @@
 """Random small programs: whatever plain PyTorch gives or raises, we give or raise."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.support.helpers import (
     IS_ONE_OF_SEVERAL,
@@ -25,22 +18,20 @@ from tests.support.helpers import (
     outcome,
 )
 
-Operation = Callable[[Tensor, Tensor, int], Tensor]
 
-
-def product(a: Tensor, b: Tensor, _: int) -> Tensor:
+def product(a, b, _):
     return a @ b.t() if a.shape[1] == b.shape[1] else a * 1.5
 
 
-def elementwise(a: Tensor, b: Tensor, _: int) -> Tensor:
+def elementwise(a, b, _):
     return a * b if a.shape == b.shape else a.tanh()
 
 
-def scattered(a: Tensor, _: Tensor, k: int) -> Tensor:
+def scattered(a, _, k):
     return a[torch.arange(k, a.shape[0] + k) % a.shape[0]]
 
 
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS = {
     "product": product,
     "elementwise": elementwise,
     "add": lambda a, b, k: a + b if a.shape == b.shape else a + k,
@@ -85,10 +76,10 @@ SETUPS += [
 ]
 
 
-def interpret(steps: list[Any], shape: tuple[int, int], *, backwards: int) -> Callable[[Session], Any]:
+def interpret(steps, shape, *, backwards):
     """A program from its description. Every operation takes two tensors of the pool and adds or replaces one."""
 
-    def program(session: Session) -> Any:
+    def program(session):
         leaves = [torch.rand(shape).requires_grad_(), torch.rand(shape).requires_grad_(), torch.rand(shape)]
         pool = [leaf * 1 for leaf in leaves] + leaves[:1]
         with session.saved():
@@ -112,7 +103,7 @@ def interpret(steps: list[Any], shape: tuple[int, int], *, backwards: int) -> Ca
 
 
 @pytest.mark.parametrize("num_examples", [150, pytest.param(2000, marks=pytest.mark.exhaustive)])
-def test_random_programs_are_exact(num_examples: int, tmp_path: Path) -> None:
+def test_random_programs_are_exact(num_examples, tmp_path):
     offloaders = [open_offloader(tmp_path / str(number), setup) for number, setup in enumerate(SETUPS)]
     opened = [context.__enter__() for context in offloaders]
 
@@ -126,7 +117,7 @@ def test_random_programs_are_exact(num_examples: int, tmp_path: Path) -> None:
         database=None,
     )
     @given(programs, st.tuples(sizes, sizes), st.integers(1, 2), st.integers(0, len(SETUPS) - 1))
-    def check(steps: list[Any], shape: tuple[int, int], backwards: int, which: int) -> None:
+    def check(steps, shape, backwards, which):
         nonlocal num_exact
         program = interpret(steps, shape, backwards=backwards)
         expected = outcome(program, Session())

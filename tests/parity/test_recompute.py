@@ -1,13 +1,8 @@
 """Recomputed blocks, bit for bit: losses, gradients and weights are those of the same training kept."""
 
-from __future__ import annotations
-
 import functools
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +29,7 @@ from tests.support.helpers import (
 
 
 @pytest.mark.parametrize("name", ["dropout", "autocast", "accumulation", "frozen-blocks", "convolutions-channels-last"])
-def test_training(name: str, tmp_path: Path) -> None:
+def test_training(name, tmp_path):
     """Some blocks or all, with what they are given on the drive. ``test_trainings`` has more models."""
     training = TRAININGS[name]()
     expected = outcome(training, Session())
@@ -51,7 +46,7 @@ def test_training(name: str, tmp_path: Path) -> None:
     assert 0 < saved[EVERY] < saved[SECOND] < saved[NONE]
 
 
-def forgets_random_numbers(function: Any, *args: Any, **settings: Any) -> Any:
+def forgets_random_numbers(function, *args, **settings):
     return checkpoint(function, *args, **{**settings, "preserve_rng_state": False})
 
 
@@ -62,7 +57,7 @@ def forgets_random_numbers(function: Any, *args: Any, **settings: Any) -> Any:
         ("convolutions-channels-last", "CallState.as_before", lambda state, run, *args: run(*args)),
     ],
 )
-def test_the_parity_check_can_fail(name: str, what: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parity_check_can_fail(name, what, mutant, monkeypatch):
     monkeypatch.setattr(f"lightning_ssd.recompute.checkpointed_call.{what}", mutant)
     with pytest.raises(AssertionError, match="RecomputeError"):
         assert_recompute_parity(TRAININGS[name]())
@@ -71,20 +66,20 @@ def test_the_parity_check_can_fail(name: str, what: str, mutant: Any, monkeypatc
         assert_recompute_parity(TRAININGS[name]())
 
 
-def test_only_the_inputs_are_saved() -> None:
+def test_only_the_inputs_are_saved():
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.linear = nn.Linear(8, 8)
 
-        def forward(self, x: torch.Tensor, scale: Any, *, mask: torch.Tensor, more: Any) -> torch.Tensor:
+        def forward(self, x, scale, *, mask, more):
             return (self.linear(x).exp() * mask * scale[0]).sin() + more["bias"]
 
     block = Block()
     x, scale, mask, bias = (torch.rand(5, 8) for _ in range(4))
-    packed: list[torch.Tensor] = []
+    packed = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         if tensor.numel():  # older versions save an empty one of their own
             packed.append(tensor)
         return tensor
@@ -100,7 +95,7 @@ def test_only_the_inputs_are_saved() -> None:
     assert block.linear.weight.grad is not None
 
 
-def test_the_graph_holds_what_was_packed_and_nothing_else() -> None:
+def test_the_graph_holds_what_was_packed_and_nothing_else():
     block = models.Residual(4)
     hidden = floats(0, 2, 4, 9, 9).requires_grad_() * 1
     expected = torch.autograd.grad(block(hidden).square().sum(), block.parameters())
@@ -124,12 +119,12 @@ def test_the_graph_holds_what_was_packed_and_nothing_else() -> None:
 class Mixing(nn.Module):
     """A block with arguments and results of many kinds, one of which it fills."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(40, 4, batch_first=True, dropout=0.2)
         self.norm = nn.LayerNorm(40)
 
-    def forward(self, query: Any, key: Any, value: Any, *, states: Any, seen: list[Any], flags: Any) -> Any:
+    def forward(self, query, key, value, *, states, seen, flags):
         query = query[0] if isinstance(query, tuple) else query
         seen.append(query.detach().sum())
         y, weights = self.attention(query, key, value, need_weights=flags["weights"], attn_mask=states[0])
@@ -137,14 +132,14 @@ class Mixing(nn.Module):
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_arguments_and_results_of_many_kinds(weights: bool) -> None:
+def test_arguments_and_results_of_many_kinds(weights):
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList([Mixing(), Mixing(), Mixing()])
-            self.seen: list[Any] = []
+            self.seen = []
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             self.seen = []
             mask = torch.zeros(17, 17)
             mask[:, 12:] = -1
@@ -159,10 +154,10 @@ def test_arguments_and_results_of_many_kinds(weights: bool) -> None:
             assert len(self.seen) == 3
             return x
 
-    made: list[Net] = []
+    made = []
 
-    def program(session: Session) -> Any:
-        training = Training(lambda: made.append(Net()) or made[-1], inputs, mean_square)  # type: ignore[func-returns-value]
+    def program(session):
+        training = Training(lambda: made.append(Net()) or made[-1], inputs, mean_square)
         result = training(session)
         return result, made[-1].seen
 
@@ -170,21 +165,21 @@ def test_arguments_and_results_of_many_kinds(weights: bool) -> None:
     assert_recompute_parity(program)
 
 
-def test_no_input_needs_a_gradient_and_no_tensor_at_all() -> None:
+def test_no_input_needs_a_gradient_and_no_tensor_at_all():
     class Source(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = nn.Sequential(nn.Linear(40, 40), nn.Dropout(0.2))
 
-        def forward(self, length: int) -> torch.Tensor:
+        def forward(self, length):
             return self.inner(torch.rand(length, 40)).tanh()
 
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.sources = nn.ModuleList([Source(), Source()])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return sum((source(x.shape[1]) for source in self.sources), x)
 
     assert_recompute_parity(Training(Net, inputs, mean_square))
@@ -193,31 +188,31 @@ def test_no_input_needs_a_gradient_and_no_tensor_at_all() -> None:
 class Loop(nn.Module):
     """One block, called several times and standing in two places."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block):
         super().__init__()
         self.first = nn.ModuleList([block, nn.Sequential(nn.Linear(40, 40), nn.GELU())])
         self.second = nn.ModuleList([block, block])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in (*self.first, *self.second, self.first[0]):
             x = x + block(x)
         return x
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, functools.partial(nn.BatchNorm1d, momentum=0.3)])
-def test_a_block_called_several_times(norm: Callable[[int], nn.Module]) -> None:
-    def make() -> nn.Module:
+def test_a_block_called_several_times(norm):
+    def make():
         return Loop(nn.Sequential(norm(40), nn.Linear(40, 40), nn.Dropout(0.2), nn.Tanh()))
 
     assert_recompute_parity(Training(make, lambda step: {"x": floats(step, 30, 40)}, mean_square))
 
 
 @pytest.mark.parametrize("call", [2, 3], ids=["forward", "repetition"])
-def test_a_call_that_fails_leaves_nothing(call: int, tmp_path: Path) -> None:
+def test_a_call_that_fails_leaves_nothing(call, tmp_path):
     """Neither what has been saved up to there nor the graph that it belongs to."""
     model, num_calls = models.Perceptrons(num_blocks=3), [0]
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         num_calls[0] += 1
         if num_calls[0] == call:
             raise ZeroDivisionError
@@ -237,7 +232,7 @@ def test_a_call_that_fails_leaves_nothing(call: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["reentrant", "non-reentrant", "alternate"])
-def test_checkpoints_of_the_model(mode: str) -> None:
+def test_checkpoints_of_the_model(mode):
     training = models.checkpointed(mode)
     expected = outcome(training, Session())
     for wants_inputs in (False, True):
@@ -248,14 +243,14 @@ def test_checkpoints_of_the_model(mode: str) -> None:
         assert all("checkpoints it by itself" in reason for reason in refused.values())
 
 
-def test_a_checkpoint_inside_of_a_block() -> None:
+def test_a_checkpoint_inside_of_a_block():
     class Inner(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = nn.Sequential(nn.Linear(40, 40), nn.Dropout(0.2), nn.GELU())
             self.last = nn.Linear(40, 40)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             y = checkpoint(self.inner, x, use_reentrant=False)
             assert isinstance(y, torch.Tensor)
             return self.last(y).tanh()
@@ -270,11 +265,11 @@ def test_a_checkpoint_inside_of_a_block() -> None:
     assert repeated[0] > repeated[1] > repeated[2] > 0
 
 
-def test_hooks_of_a_block_run_once() -> None:
-    def program(session: Session) -> Any:
+def test_hooks_of_a_block_run_once():
+    def program(session):
         model = Perceptrons(dropout=0.2)
         session.register(model)
-        seen: list[Any] = []
+        seen = []
         for number, block in enumerate(model.blocks):
             block.register_forward_pre_hook(lambda m, a, n=number: seen.append(("pre", n)))
             block.register_forward_hook(lambda m, a, y, n=number: seen.append(("post", n, y.detach().sum())))
@@ -292,14 +287,14 @@ def test_hooks_of_a_block_run_once() -> None:
     assert_recompute_parity(program)
 
 
-def test_transforms_run_plainly() -> None:
-    def program(session: Session) -> Any:
+def test_transforms_run_plainly():
+    def program(session):
         model = Perceptrons(num_blocks=2)
         session.register(model)
         parameters = dict(model.named_parameters())
         x = floats(0, 6, 40)
 
-        def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        def loss(parameters):
             return torch.func.functional_call(model, parameters, (x,)).square().mean()
 
         with nullcontext() if session.offloader is None else session.saved():

@@ -1,12 +1,6 @@
 """Recomputed blocks: what their forward registers and asks for, and every way of going backward, bit for bit."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-import torch
 from torch import nn
 
 from lightning_ssd.errors import ConfigError
@@ -25,12 +19,12 @@ from tests.support.helpers import Session, Training, assert_identical, outcome
         *("exception_in_forward", "exception_in_backward", "step_borders_in_odd_places", "evaluation_between"),
     ],
 )
-def test_backward_after_the_pass(name: str) -> None:
+def test_backward_after_the_pass(name):
     assert_recompute_parity(PROGRAMS[name])
 
 
 @pytest.mark.parametrize("name", ["double_backward", "backward_inside_the_context"])
-def test_backward_inside_of_the_pass(name: str) -> None:
+def test_backward_inside_of_the_pass(name):
     """As with manual optimization, and gradient penalties."""
     session = Recomputing(EVERY)
     assert_identical(outcome(PROGRAMS[name], session), outcome(PROGRAMS[name], Session()))
@@ -43,13 +37,13 @@ def test_backward_inside_of_the_pass(name: str) -> None:
 class Hooking(nn.Module):
     """Its forward registers something that takes part in backward, with its input or its weight."""
 
-    def __init__(self, register: Callable[[torch.Tensor, nn.Parameter], object]) -> None:
+    def __init__(self, register):
         super().__init__()
         self.linear = nn.Linear(40, 40)
         self.register = register
-        self.seen: torch.Tensor | None = None
+        self.seen = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.register(x, self.linear.weight)
         self.seen = x
         return self.linear(x).tanh()
@@ -64,10 +58,8 @@ class Hooking(nn.Module):
     ],
     ids=["hook of an input", "hook of its node", "retained gradient"],
 )
-def test_what_a_forward_registers_with_an_input_is_there_once(
-    register: Callable[[torch.Tensor, nn.Parameter], object],
-) -> None:
-    def program(session: Session) -> Any:
+def test_what_a_forward_registers_with_an_input_is_there_once(register):
+    def program(session):
         blocks = [Hooking(register) for _ in range(3)]
         result = Training(lambda: nn.Sequential(nn.Linear(40, 40), *blocks), inputs, mean_square)(session)
         return result, [block.seen.grad for block in blocks if block.seen is not None and block.seen.retains_grad]
@@ -83,13 +75,11 @@ def test_what_a_forward_registers_with_an_input_is_there_once(
     ],
     ids=["hook of a weight", "hook after accumulation"],
 )
-def test_a_forward_that_registers_hooks_with_a_weight_is_refused(
-    register: Callable[[torch.Tensor, nn.Parameter], object],
-) -> None:
+def test_a_forward_that_registers_hooks_with_a_weight_is_refused(register):
     training = Training(lambda: nn.Sequential(Hooking(register), Hooking(register)), inputs, mean_square)
     with pytest.raises(ConfigError, match=r"a Hooking edits the hooks of Linear.weight in place"):
         training(Recomputing(EVERY, classes=("Hooking",)))
 
 
-def _divide(gradient: torch.Tensor) -> None:
+def _divide(gradient):
     gradient /= 3

@@ -1,20 +1,15 @@
 """Long trainings with everything in files beside a plain twin: the same bits, and nothing grows."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import Offloader
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from tests.parity.models import VOCABULARY, Tied
@@ -30,18 +25,18 @@ _MAY_GROW = {"memory": 8 << 20, "mappings": 20}
 class Runner:
     """A model and its optimizer, to which everything is done that training code does."""
 
-    def __init__(self, directory: Path, offloader: Offloader | None = None) -> None:
+    def __init__(self, directory, offloader=None):
         torch.manual_seed(1)
         self.model, self.offloader = Tied(dropout=0.1), offloader
         self.path = directory / ("plain.pt" if offloader is None else "ours.pt")
         if offloader is not None:
             offloader.register_module(self.model)
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         if offloader is not None:
             self.optimizer = offloader.offload_optimizer(self.optimizer)
-        self.seen: list[torch.Tensor] = []
+        self.seen = []
 
-    def backward(self, number: int) -> None:
+    def backward(self, number):
         torch.manual_seed(number)
         ids = torch.randint(0, VOCABULARY, (2, 11))
         with nullcontext() if self.offloader is None else self.offloader.saved_tensors():
@@ -51,35 +46,35 @@ class Runner:
             self.offloader.end_backward()
         self.seen.append(loss.detach())
 
-    def clip(self) -> None:
+    def clip(self):
         self.seen.append(nn.utils.clip_grad_norm_(self.model.parameters(), 0.05))
 
-    def update(self) -> None:
+    def update(self):
         self.optimizer.step()
 
-    def zero(self, to_none: bool) -> None:
+    def zero(self, to_none):
         self.optimizer.zero_grad(set_to_none=to_none)
 
-    def evaluate(self, number: int) -> None:
+    def evaluate(self, number):
         torch.manual_seed(number)
         self.model.eval()
         with torch.no_grad():
             self.seen.append(self.model(torch.randint(0, VOCABULARY, (1, 5))).clone())
         self.model.train()
 
-    def save(self) -> None:
+    def save(self):
         torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, self.path)
 
-    def load(self) -> None:
+    def load(self):
         if self.path.exists():
             saved = torch.load(self.path)
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
 
-    def freeze(self, number: int, is_trained: bool) -> None:
+    def freeze(self, number, is_trained):
         self.model.body.blocks[number][1].weight.requires_grad_(is_trained)
 
-    def fail(self) -> None:
+    def fail(self):
         """A forward that does not get to its end."""
         handle = self.model.body.blocks[1][4].register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -88,7 +83,7 @@ class Runner:
         if self.offloader is not None:
             self.offloader.abort()
 
-    def result(self) -> dict[str, Any]:
+    def result(self):
         return {
             "seen": self.seen,
             "weights": self.model.state_dict(),
@@ -97,11 +92,11 @@ class Runner:
         }
 
 
-def calls(draw: random.Random, step: int) -> list[Callable[[Runner], None]]:
+def calls(draw, step):
     """What is done in one step, and after it."""
-    found: list[Callable[[Runner], None]] = []
+    found = []
     for micro in range(draw.choice((1, 1, 2, 3))):
-        found.append(lambda runner, number=10 * step + micro: runner.backward(number))  # type: ignore[misc]
+        found.append(lambda runner, number=10 * step + micro: runner.backward(number))
     if draw.random() < 0.5:
         found.append(Runner.clip)
     found.append(Runner.update)
@@ -123,7 +118,7 @@ def calls(draw: random.Random, step: int) -> list[Callable[[Runner], None]]:
     return found
 
 
-def level(offloader: Offloader) -> dict[str, int]:
+def level(offloader):
     """What must not grow: private memory, descriptors, mappings, bytes taken in files."""
     offloader.drain_metrics()  # events wait for whoever asks
     gc.collect()
@@ -141,7 +136,7 @@ def level(offloader: Offloader) -> dict[str, int]:
     }
 
 
-def soak(steps: int, every: int, directory: Path, seed: int, **policy: Any) -> list[dict[str, int]]:
+def soak(steps, every, directory, seed, **policy):
     """Train so many steps, comparing now and then. Returns the levels at these times."""
     draw, levels = random.Random(seed), []
     plain = Runner(directory)
@@ -163,7 +158,7 @@ def soak(steps: int, every: int, directory: Path, seed: int, **policy: Any) -> l
     return levels
 
 
-def test_fifty_steps(tmp_path: Path) -> None:
+def test_fifty_steps(tmp_path):
     soak(50, 10, tmp_path, seed=7, activations="offload")
 
 
@@ -171,7 +166,7 @@ def test_fifty_steps(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3700)
 @pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
-def test_two_thousand_steps(activations: str, tmp_path: Path) -> None:
+def test_two_thousand_steps(activations, tmp_path):
     levels = soak(2000, 100, tmp_path, seed=8, activations=activations)
     first, last = levels[2:7], levels[-5:]
     for what in levels[0]:

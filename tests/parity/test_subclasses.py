@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tests.parity.saved_programs import Program, graph, held, leaf
+from tests.parity.saved_programs import graph, held, leaf
 from tests.support.helpers import (
     DRAINED,
     EAGER,
@@ -37,7 +34,7 @@ class Wrapped(torch.Tensor):
     inner: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapped:
+    def __new__(cls, inner):
         wrapper = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
         )
@@ -45,26 +42,26 @@ class Wrapped(torch.Tensor):
         return wrapper
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         args, kwargs = tree_map_only(Wrapped, lambda wrapped: wrapped.inner, (args, kwargs or {}))
         return tree_map_only(Tensor, Wrapped, func(*args, **kwargs))
 
 
-def _quantised() -> Tensor:
+def _quantised():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # these dtypes are deprecated, and yet people have them
         return torch.quantize_per_tensor(torch.rand(40, 50), 0.01, 3, torch.quint8)
 
 
-def _nested(*shapes: tuple[int, int], **settings: Any) -> Tensor:
+def _nested(*shapes, **settings):
     return torch.nested.nested_tensor([torch.rand(shape) for shape in shapes], layout=torch.jagged, **settings)
 
 
-def _sparse() -> Tensor:
+def _sparse():
     return (torch.rand(40, 64) > 0.8).float().to_sparse().requires_grad_()
 
 
-FOREIGN: dict[str, Program] = {
+FOREIGN = {
     "subclass": graph(
         lambda a: (a * 2).sin().exp(),
         lambda: torch.rand(40, 50).as_subclass(Tagged).requires_grad_(),
@@ -91,7 +88,7 @@ FOREIGN: dict[str, Program] = {
     "quantised": held(lambda: (_quantised(),), lambda t: (t.int_repr(), t.q_scale(), t.q_zero_point())),
     "meta": held(lambda: (torch.empty(40, 50, device="meta"),), lambda t: (t.device.type, tuple(t.shape))),
     "mkldnn": held(lambda: (torch.rand(40, 50).to_mkldnn(),), lambda t: t.to_dense()),
-    "wrapper held": held(lambda: (Wrapped(torch.rand(40, 50)),), lambda t: t.inner),  # type: ignore[attr-defined]
+    "wrapper held": held(lambda: (Wrapped(torch.rand(40, 50)),), lambda t: t.inner),
     "nested held": held(lambda: (_nested((3, 5), (2, 5)),), lambda t: (t.values(), t.offsets())),
 }
 SPARSE_GRADIENT = graph(
@@ -105,7 +102,7 @@ SPARSE_GRADIENT = graph(
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-def test_kept_counted_and_exact(name: str, tmp_path: Path) -> None:
+def test_kept_counted_and_exact(name, tmp_path):
     expected = outcome(FOREIGN[name], Session())
     assert not isinstance(expected, Raised), expected
     for setup in (DRAINED, EAGER):
@@ -115,23 +112,23 @@ def test_kept_counted_and_exact(name: str, tmp_path: Path) -> None:
             assert_released(offloader)
 
 
-def test_sparse_gradients(tmp_path: Path) -> None:
+def test_sparse_gradients(tmp_path):
     assert_same(SPARSE_GRADIENT, tmp_path, setups=[DRAINED])
 
 
 @pytest.fixture
-def _process_group(tmp_path: Path) -> Iterator[None]:
+def _process_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("_process_group")
-def test_distributed_tensor(tmp_path: Path) -> None:
+def test_distributed_tensor(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    def program(session: Session) -> Any:
+    def program(session):
         mesh = init_device_mesh("cpu", (1,))
         weight = nn.Parameter(distribute_tensor(torch.rand(40, 50), mesh, [Shard(0)]))
         x = distribute_tensor(torch.rand(30, 40), mesh, [Shard(0)])
@@ -148,7 +145,7 @@ def test_distributed_tensor(tmp_path: Path) -> None:
         assert offloader.stats.num_kept_foreign > 0
 
 
-def test_parameters_are_known_by_their_storage(tmp_path: Path) -> None:
+def test_parameters_are_known_by_their_storage(tmp_path):
     """Transposed, detached, sliced, tied, chunked: whatever view a weight comes in, it is not written."""
     with open_offloader(tmp_path) as offloader:
         weight, buffer = nn.Parameter(torch.rand(300, 400)), torch.rand(300, 400)

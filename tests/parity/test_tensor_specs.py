@@ -1,16 +1,9 @@
 """Every kind of strided tensor comes back as it was: bytes, dtype, shape, strides, offset, conjugate bit ..."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from tests.parity.saved_programs import Program, held
+from tests.parity.saved_programs import held
 from tests.support.helpers import (
     DRAINED,
     EAGER,
@@ -24,7 +17,7 @@ from tests.support.helpers import (
 )
 
 
-def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def noise(*shape, dtype=torch.float32):
     """A tensor of random bytes, so that NaN payloads, denormals and negative zeros occur. Booleans are 0 or 1."""
     if dtype is torch.bool:
         return torch.rand(shape) > 0.5
@@ -33,11 +26,11 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return drawn.view(torch.uint8)[:count].clone().view(dtype).view(shape)
 
 
-def strided(base: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> Tensor:
+def strided(base, size, stride, offset=0):
     return base.as_strided(size, stride, offset)
 
 
-TENSORS: dict[str, Callable[[], Tensor]] = {
+TENSORS = {
     "contiguous": lambda: noise(65, 129),
     "one element": lambda: noise(1),
     "0-dim": lambda: noise(1)[0],
@@ -94,7 +87,7 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def description(tensor: Tensor) -> tuple[Any, ...]:
+def description(tensor):
     """All that a kernel may depend on besides the bytes."""
     return (
         tensor.dtype,
@@ -109,7 +102,7 @@ def description(tensor: Tensor) -> tuple[Any, ...]:
     )
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bits(tensor):
     """Bytes in logical order, also for dtypes that few kernels know."""
     if tensor.is_conj() or tensor.is_neg():
         return raw_bytes(tensor)
@@ -122,19 +115,19 @@ def bits(tensor: Tensor) -> Tensor:
     return whole[: count * itemsize].view(count, itemsize)[positions.reshape(-1)]
 
 
-def holding(make: Callable[[], tuple[Tensor, ...]]) -> Program:
+def holding(make):
     return held(make, lambda tensor: (description(tensor), bits(tensor).clone()))
 
 
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-def test_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
+def test_comes_back_as_it_was(name, tmp_path):
     # A block at each end stays in memory; only what is larger has bytes to move.
     moves = TENSORS[name]().untyped_storage().nbytes() >= 3 * 4096
     assert_same(holding(lambda: (TENSORS[name](),)), tmp_path, setups=[DRAINED, EAGER], moves=moves)
 
 
-def test_comparison_sees_one_wrong_bit() -> None:
+def test_comparison_sees_one_wrong_bit():
     tensor = TENSORS["as_strided with holes"]()
     changed = tensor.clone()
     changed[3, 4] = -tensor[3, 4]
@@ -142,10 +135,10 @@ def test_comparison_sees_one_wrong_bit() -> None:
         assert_identical(bits(changed), bits(tensor))
 
 
-def test_all_together_share_what_they_share(tmp_path: Path) -> None:
+def test_all_together_share_what_they_share(tmp_path):
     """Many views of one storage in one node, beside views of others."""
 
-    def make() -> tuple[Tensor, ...]:
+    def make():
         one, other = noise(64, 3 * 64), noise(64, 64, dtype=torch.complex64)
         return (
             *one.chunk(3, dim=-1),
@@ -161,10 +154,10 @@ def test_all_together_share_what_they_share(tmp_path: Path) -> None:
     assert_same(holding(make), tmp_path)
 
 
-def test_random_sizes_and_offsets(tmp_path: Path) -> None:
+def test_random_sizes_and_offsets(tmp_path):
     """Some hundred storages around block borders; each checked with a full checksum as well."""
 
-    def make() -> tuple[Tensor, ...]:
+    def make():
         generator = torch.Generator().manual_seed(5)
         made = []
         for _ in range(150):
@@ -175,17 +168,17 @@ def test_random_sizes_and_offsets(tmp_path: Path) -> None:
     assert_same(holding(make), tmp_path, setups=[DRAINED, Setup(verify="full"), Setup(verify="sampled")])
 
 
-def test_large_storages(tmp_path: Path) -> None:
+def test_large_storages(tmp_path):
     """More than one request of the tier each."""
     sizes = (33 << 20, (16 << 20) + 64, (16 << 20) - 4, 5_000_001)
     assert_same(holding(lambda: tuple(noise(n, dtype=torch.uint8) for n in sizes)), tmp_path)
 
 
-def test_a_view_moves_its_storage_once(tmp_path: Path) -> None:
+def test_a_view_moves_its_storage_once(tmp_path):
     """Three chunks and a transposed view: one write, one read."""
     with open_offloader(tmp_path) as offloader:
 
-        def make() -> tuple[Tensor, ...]:
+        def make():
             qkv = noise(64, 3 * 64)
             return (*qkv.chunk(3, dim=-1), qkv.t())
 

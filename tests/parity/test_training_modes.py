@@ -1,27 +1,22 @@
 """Ways of training that are programs of their own, bit for bit."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 
 from tests.parity.models import Perceptrons, floats
-from tests.support.helpers import SETUPS, Session, assert_same, open_offloader
+from tests.support.helpers import SETUPS, assert_same, open_offloader
 
 
-def test_worker_processes_of_a_data_loader(tmp_path: Path) -> None:
+def test_worker_processes_of_a_data_loader(tmp_path):
     """Forked children copy our threads' locks and file descriptors, and exit while the parent trains."""
 
     class Numbers(torch.utils.data.Dataset[torch.Tensor]):
-        def __len__(self) -> int:
+        def __len__(self):
             return 4
 
-        def __getitem__(self, index: int) -> torch.Tensor:
+        def __getitem__(self, index):
             return floats(index, 17, 40)
 
-    def program(session: Session) -> Any:
+    def program(session):
         model = Perceptrons(num_blocks=2)
         session.register(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -40,14 +35,14 @@ def test_worker_processes_of_a_data_loader(tmp_path: Path) -> None:
     assert_same(program, tmp_path, setups=SETUPS[:2])
 
 
-def test_optimizer_inside_backward(tmp_path: Path) -> None:
+def test_optimizer_inside_backward(tmp_path):
     """Each weight is updated as soon as its gradient is there, while backward goes on."""
 
-    def program(session: Session) -> Any:
+    def program(session):
         model = Perceptrons(num_blocks=3)
         session.register(model)
 
-        def update(parameter: torch.Tensor) -> None:
+        def update(parameter):
             assert parameter.grad is not None
             with torch.no_grad():
                 parameter.sub_(parameter.grad, alpha=0.1)
@@ -64,10 +59,10 @@ def test_optimizer_inside_backward(tmp_path: Path) -> None:
     assert_same(program, tmp_path)
 
 
-def test_two_offloaders_side_by_side(tmp_path: Path) -> None:
+def test_two_offloaders_side_by_side(tmp_path):
     """Each with its own directory; the innermost one acts."""
 
-    def program(session: Session) -> Any:
+    def program(session):
         model = Perceptrons(num_blocks=3)
         x = floats(0, 60, 40).requires_grad_()
         with open_offloader(tmp_path / "other") as other:

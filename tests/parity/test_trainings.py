@@ -3,18 +3,12 @@
 Of the matrix each training meets each way of treating activations, all else in pairs; the rest is exhaustive.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
@@ -26,7 +20,6 @@ from tests.support.helpers import (
     DRAINED,
     KEEP,
     PLANNED,
-    Batch,
     Raised,
     Session,
     Setup,
@@ -42,13 +35,13 @@ from tests.support.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("many_subgroups")
 
-ACTIVATIONS: dict[str, Setup] = {
+ACTIVATIONS = {
     "drained": DRAINED,
     "running": Setup(MIN_TENSOR_BYTES, drained=False),
     "planned": PLANNED,
     "recomputed": Setup(activations="recompute_offload"),
 }
-AWAY: dict[str, dict[str, Any]] = {
+AWAY = {
     "nothing": {},
     "states": {"optimizer_states": "offload"},
     "everything": {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"},
@@ -59,7 +52,7 @@ REPEATED = {"gpt2-960": "GPT2Block", "lstm": "LSTM", "in-place": "InPlace"}
 
 
 @contextmanager
-def opened(directory: Path, setup: Setup, away: str, device: str, blocks: str) -> Iterator[Offloader]:
+def opened(directory, setup, away, device, blocks):
     """An offloader for the host, or for a device whose copies end late."""
     policy = {"activations": setup.activations, "max_slowdown": setup.max_slowdown}
     policy |= {"min_tensor_bytes": MIN_TENSOR_BYTES}
@@ -75,15 +68,15 @@ def opened(directory: Path, setup: Setup, away: str, device: str, blocks: str) -
 
 
 @functools.lru_cache(maxsize=2)  # tests of one training follow each other
-def plainly(name: str, steps: int) -> dict[str, Any]:
+def plainly(name, steps):
     """What plain PyTorch gives."""
     expected = outcome(training_of(name, steps), Session())
     assert not isinstance(expected, Raised), expected
     assert all(norm > 0 for norm in expected["norms"])
-    return expected  # type: ignore[no-any-return]
+    return expected
 
 
-def training_of(name: str, steps: int, seen: Callable[[nn.Module], nn.Module] = lambda model: model) -> Training:
+def training_of(name, steps, seen=lambda model: model):
     training = TRAININGS[name]()
     return replace(
         training,
@@ -94,13 +87,13 @@ def training_of(name: str, steps: int, seen: Callable[[nn.Module], nn.Module] = 
 
 
 @pairwise("name, activations, away, device", TRAININGS, ACTIVATIONS, AWAY, ["host", "late"])
-def test_training_is_exact(name: str, activations: str, away: str, device: str, tmp_path: Path) -> None:
+def test_training_is_exact(name, activations, away, device, tmp_path):
     """Losses, gradients, norms, weights, buffers and states."""
     setup, made = ACTIVATIONS[activations], []
     steps = (
         6 if setup.settled else min(3, TRAININGS[name]().steps)
     )  # without a plan, then with those that are made meanwhile
-    training = training_of(name, steps, lambda model: made.append(model) or model)  # type: ignore[func-returns-value]
+    training = training_of(name, steps, lambda model: made.append(model) or model)
     with opened(tmp_path, setup, away, device, REPEATED.get(name, "blocks")) as offloader:
         assert_identical(outcome(training, Session.of(offloader, setup)), plainly(name, steps))
         assert_released(offloader)
@@ -115,23 +108,23 @@ def test_training_is_exact(name: str, activations: str, away: str, device: str, 
 
 
 @pytest.mark.parametrize("setup", AUTO_SETUPS, ids=["planned", "planning", "auto"])
-def test_training_is_exact_under_plans(setup: Setup, tmp_path: Path) -> None:
+def test_training_is_exact_under_plans(setup, tmp_path):
     assert_parity(models.gpt2_training(hidden=40, steps=8), tmp_path, setups=[setup])
 
 
-def test_training_is_exact_under_a_budget(tmp_path: Path) -> None:
+def test_training_is_exact_under_a_budget(tmp_path):
     """Smaller than what one step saves, so that pack has to wait."""
     setup = Setup(activations="auto", recompute_modules="blocks", activation_budget=3 << 20, settled=True)
     assert_parity(models.gpt2_training(steps=8), tmp_path, setups=[setup])
 
 
-def test_parity_check_can_fail(tmp_path: Path) -> None:
+def test_parity_check_can_fail(tmp_path):
     """A run that offloads nothing must not pass for a proof."""
     with pytest.raises(AssertionError, match="nothing was offloaded"):
         assert_parity(models.lstm_training(), tmp_path, setups=[KEEP])
 
 
-def test_two_threads_of_torch(tmp_path: Path) -> None:
+def test_two_threads_of_torch(tmp_path):
     torch.set_num_threads(2)  # the fixture sets it back
     assert_parity(models.gpt2_training(layers=1, hidden=160, steps=2), tmp_path, setups=[DRAINED])
 
@@ -143,20 +136,20 @@ TEXT = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 192}
 
 
-def causal(step: int) -> Batch:
+def causal(step):
     ids = tokens(step, 2, 19, high=WORDS)
     return {"input_ids": ids, "labels": ids}
 
 
-def translated(step: int) -> Batch:
+def translated(step):
     return {"input_ids": tokens(step, 2, 17, high=WORDS), "labels": tokens(step + 50, 2, 9, high=WORDS)}
 
 
-def pictures(step: int) -> Batch:
+def pictures(step):
     return {"pixel_values": floats(step, 2, 3, 32, 32), "labels": tokens(step, 2, high=5)}
 
 
-def speech(step: int) -> Batch:
+def speech(step):
     return {"input_features": floats(step, 2, 16, 96), "labels": tokens(step, 2, 9, high=WORDS)}
 
 
@@ -164,7 +157,7 @@ SPEECH = {"d_model": 64, "num_mel_bins": 16, "max_source_positions": 48, "max_ta
 SPEECH |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 192))}
 SPEECH |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 2}
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 2}
-GENERATING: dict[str, tuple[dict[str, Any], Callable[[int], Batch], str]] = {
+GENERATING = {
     "LlamaForCausalLM": (TEXT | SIZES | {"num_key_value_heads": 2}, causal, "input_ids"),
     "GPT2LMHeadModel": (TEXT | {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 48}, causal, "input_ids"),
     "MixtralForCausalLM": (
@@ -188,21 +181,21 @@ DEFAULT = [
 ]
 
 
-def run(kind: str, checkpoints: str, offloader: Offloader | None = None) -> dict[str, Any]:
+def run(kind, checkpoints, offloader=None):
     """Three steps, and after each a forward of evaluation and a generation."""
     config, batch, prompt = GENERATING[kind]
-    seen: dict[str, Any] = {}
-    trained: list[nn.Module] = []
+    seen = {}
+    trained = []
 
-    def model() -> nn.Module:
+    def model():
         made = models.transformer(kind, **config)
         if CHECKPOINTS[checkpoints] is not None:
-            made.gradient_checkpointing_enable(CHECKPOINTS[checkpoints])  # type: ignore[operator]
+            made.gradient_checkpointing_enable(CHECKPOINTS[checkpoints])
             assert made.is_gradient_checkpointing
         trained.append(made)
         return made
 
-    def evaluate(made: Any, step: int) -> None:
+    def evaluate(made, step):
         made.eval()
         with torch.no_grad():
             seen[f"evaluation {step}"] = made(**batch(70 + step)).logits.clone()
@@ -229,7 +222,7 @@ def run(kind: str, checkpoints: str, offloader: Offloader | None = None) -> dict
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated")
-def test_evaluation_and_generation_are_exact(kind: str, checkpoints: str, tmp_path: Path) -> None:
+def test_evaluation_and_generation_are_exact(kind, checkpoints, tmp_path):
     expected = run(kind, checkpoints)
     assert not GENERATING[kind][2] or expected["generated 2"].shape[1] >= 6
     with all_away(tmp_path) as offloader:

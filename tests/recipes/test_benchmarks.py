@@ -1,20 +1,15 @@
 """Benchmarks: their entry points at a toy size, what they refuse, and that wrong bits are told."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_ssd import HardwareProfile
-from lightning_ssd.common.tensors import Region
 from recipes.benchmarks import (
     deepspeed,
     hook_evidence,
@@ -41,7 +36,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(monkeypatch):
     """Sizes that no argument sets."""
     monkeypatch.setattr(optimizer, "ODD_HIDDEN", (320,))
     monkeypatch.setattr(hooks, "CHAIN", 60)
@@ -52,11 +47,11 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_beside_compute, "FILE_BYTES", 8 * MIB)
 
 
-def all_equal(rows: list[dict[str, Any]], *names: str) -> bool:
+def all_equal(rows, *names):
     return [row["mode"] for row in rows] == list(names) and all(row["equal"] for row in rows)
 
 
-def told_of_budgets(found: Any) -> bool:
+def told_of_budgets(found):
     rows = {row["mode"]: row for row in found["summary"]}
     budget = rows["budget=60%@200MB/s"]
     assert budget["num_over_budget"] == 0
@@ -65,13 +60,13 @@ def told_of_budgets(found: Any) -> bool:
     return all(row["equal"] for row in rows.values())
 
 
-def told_of_states(found: Any) -> bool:
+def told_of_states(found):
     rows = {row["mode"]: row for row in next(iter(found["parts"].values()))}
     assert {(row["equal"], row["states_equal"]) for row in rows.values()} == {(True, True)}
     return bool(rows["ssd"]["written_bytes"] > rows["cache=50%"]["written_bytes"])
 
 
-def trained_within_a_limit(found: Any) -> bool:
+def trained_within_a_limit(found):
     free, plain, ours = found
     assert plain["exit_code"] == -9
     assert plain["limit_bytes"] == ours["limit_bytes"] < free["peak_bytes"]
@@ -80,7 +75,7 @@ def trained_within_a_limit(found: Any) -> bool:
 
 
 STEP_SIZES = ["--width", "128", "--sequence", "128", "--threads", "1", "--rounds", "1"]
-TOYS: dict[str, tuple[ModuleType, str, Callable[[Any], bool]]] = {
+TOYS = {
     "deepspeed": (
         deepspeed,
         "--tiny --modes torch,ours,ours_cached --steps 1",
@@ -149,9 +144,7 @@ DEFAULT = ("step", "beside compute", "drives")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive) for name in TOYS]
 )
-def test_a_toy_run_has_the_bits_of_plain_training_and_leaves_nothing(
-    name: str, spill_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_toy_run_has_the_bits_of_plain_training_and_leaves_nothing(name, spill_dir, capsys):
     benchmark, arguments, is_right = TOYS[name]
     if benchmark is memory_over_step:
         pytest.importorskip("matplotlib", reason="matplotlib is in the extra 'recipes'")
@@ -177,7 +170,7 @@ def test_a_toy_run_has_the_bits_of_plain_training_and_leaves_nothing(
 
 
 @pytest.mark.exhaustive
-def test_a_toy_run_of_recomputing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_toy_run_of_recomputing(capsys):
     pytest.importorskip("transformers", reason="the block is transformers'")
     recompute.main(["--batch", "1", "--length", "8", "--width", "64", "--rounds", "1"])
     assert "forward, repetition and backward of one block: " in capsys.readouterr().out
@@ -211,13 +204,7 @@ def test_a_toy_run_of_recomputing(capsys: pytest.CaptureFixture[str]) -> None:
         (step, ["--profile", "gpu"], "--profile gpu needs a CUDA device"),
     ],
 )
-def test_a_mistake_is_refused(
-    benchmark: ModuleType,
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mistake_is_refused(benchmark, arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as caught:
@@ -235,7 +222,7 @@ def test_a_mistake_is_refused(
         ("auto@200MB/s", ModeSpec(kind="auto", throttle="200MB/s"), None),
     ],
 )
-def test_names_of_modes_are_read(name: str, spec: ModeSpec, budget_bytes: int | None) -> None:
+def test_names_of_modes_are_read(name, spec, budget_bytes):
     assert parse_mode(name) == spec
     assert spec.budget_bytes(1000) == budget_bytes
 
@@ -253,12 +240,12 @@ def test_names_of_modes_are_read(name: str, spec: ModeSpec, budget_bytes: int | 
         ("keep@50MB/s", "so not keep"),
     ],
 )
-def test_names_that_say_nothing_are_refused(name: str, allowed: str) -> None:
+def test_names_that_say_nothing_are_refused(name, allowed):
     with pytest.raises(ValueError, match=allowed):
         parse_modes(name)
 
 
-def test_modes_that_would_fill_the_drive_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_that_would_fill_the_drive_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(step.shutil, "disk_usage", lambda path: SimpleNamespace(free=10 << 30))
     names = ["keep", "ssd", "budget=40%", "recompute", "save_on_cpu", "auto@1GB/s", "naive"]
     assert [parse_mode(name).disk_bytes(100) for name in names] == [0, 100, 60, 0, 0, 100, 100]
@@ -270,7 +257,7 @@ def test_modes_that_would_fill_the_drive_are_refused(tmp_path: Path, monkeypatch
 # -- arithmetic, and wrong bits ----------------------------------------------------------------------------------------
 
 
-def stepped(mode: str, number: int, seconds: float, **values: Any) -> Sample:
+def stepped(mode, number, seconds, **values):
     filled = {
         **dict.fromkeys(("step_s", "forward_s", "backward_s", "optimizer_s", "user_s", "system_s"), seconds),
         "page_faults": 1,
@@ -282,8 +269,8 @@ def stepped(mode: str, number: int, seconds: float, **values: Any) -> Sample:
     return Sample(mode, 0, number, number > 0, filled | values, number == 0)
 
 
-def updated(mode: str, number: int, seconds: float, **values: Any) -> Sample:
-    filled: dict[str, Any] = dict.fromkeys(("step_s", "settled_s"), seconds)
+def updated(mode, number, seconds, **values):
+    filled = dict.fromkeys(("step_s", "settled_s"), seconds)
     filled |= {"host_peak_bytes": 9 * MIB, "device_peak_bytes": None, "peak_above_base_bytes": 2 * MIB}
     filled |= {"weights": f"weights of step {number}"}
     if mode != "torch":
@@ -292,14 +279,14 @@ def updated(mode: str, number: int, seconds: float, **values: Any) -> Sample:
     return Sample(mode, 0, number, number > 0, filled | values, number == 0)
 
 
-def run_of(sample: Callable[..., Sample], mode: str, *seconds: float, **last: Any) -> list[Sample]:
+def run_of(sample, mode, *seconds, **last):
     """A warm-up and these steps; ``last``: values of the last one."""
     found = [sample(mode, number, step_s) for number, step_s in enumerate((99.0, *seconds))]
     found[-1].values.update(last)
     return found
 
 
-def test_ratios_are_paired_and_warm_up_is_left_out() -> None:
+def test_ratios_are_paired_and_warm_up_is_left_out():
     """A machine that is ten times slower in one turn changes no ratio."""
     keep, ours = tables.summarise([*run_of(stepped, "keep", 1, 10, 2), *run_of(stepped, "ssd", 1.1, 11, 2.2)])
     assert (keep["step_ratio"], ours["num_steps"], ours["equal"]) == (1, 3, True)
@@ -313,7 +300,7 @@ def test_ratios_are_paired_and_warm_up_is_left_out() -> None:
     assert (two["limit_ratio"], two["turned_limit_ratio"]) == (pytest.approx(1.1), pytest.approx(0.5))
 
 
-def test_one_wrong_gradient_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_wrong_gradient_is_told(capsys):
     keep, ours = run_of(stepped, "keep", 1, 1), run_of(stepped, "ssd", 1, 1, gradients="others")
     rows = tables.summarise([*keep, *ours])
     assert [row["equal"] for row in rows] == [True, False]
@@ -332,9 +319,7 @@ def test_one_wrong_gradient_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         ({}, True, None),
     ],
 )
-def test_one_wrong_bit_of_a_state_is_told(
-    changed: dict[str, Any], equal: bool, states_equal: bool | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_wrong_bit_of_a_state_is_told(changed, equal, states_equal, capsys):
     plain, ours = run_of(updated, "torch", 1, 1, states="s"), run_of(updated, "ssd", 1, 1, **changed)
     rows = optimizer_tables.summarise([*plain, *ours])
     assert (rows[1]["equal"], rows[1]["states_equal"]) == (equal, states_equal)
@@ -346,10 +331,10 @@ def test_one_wrong_bit_of_a_state_is_told(
     assert optimizer_tables.summarise(ours)[0]["equal"] is None, "nothing was compared"
 
 
-def test_wrong_bits_of_rivals_are_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bits_of_rivals_are_told(capsys, monkeypatch):
     seconds = dict.fromkeys(("forward_s", "backward_s", "update_s", "settled_s", "step_s", "sync_s"), 2.0)
 
-    def row(mode: str, loss: float = 1.0, weights: str | None = "a", equal: int = 2) -> dict[str, Any]:
+    def row(mode, loss=1.0, weights="a", equal=2):
         found = {"mode": mode, **seconds, "peak_bytes": 1 << 30, "losses": [loss], "weights": [weights]}
         return found | {"fate": "trained", "bits": {"equal": equal, "of": 2}}
 
@@ -363,9 +348,9 @@ def test_wrong_bits_of_rivals_are_told(capsys: pytest.CaptureFixture[str], monke
     assert rivals.main(["--tiny", "--modes", "ours"]) == 1
 
 
-def test_what_came_back_otherwise_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_back_otherwise_is_no_measurement(tmp_path, monkeypatch):
     class Lying(hooks.InstantBackend):
-        def read(self, arena: Any, region: Region, offset: int) -> None:
+        def read(self, arena, region, offset):
             super().read(arena, region, offset)
             region.view()[0] ^= 0x40
 
@@ -380,8 +365,8 @@ def test_what_came_back_otherwise_is_no_measurement(tmp_path: Path, monkeypatch:
     assert list((tmp_path / "drive").iterdir()) == []
 
 
-def test_digests_tell_bits_and_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    def saved(**changed: Any) -> dict[str, Any]:
+def test_digests_tell_bits_and_places(monkeypatch):
+    def saved(**changed):
         return {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(5)} | changed}, "param_groups": []}
 
     wrong = torch.zeros(5)

@@ -1,21 +1,18 @@
 """Every YAML is composed and built, its documented commands are right, and mistakes stop with a helpful message."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf, open_dict
 
 import lightning_ssd
 from lightning_ssd.planning.machine_profile import MachineProfile
@@ -29,17 +26,17 @@ OPTIONS = [(path.parent.name, path.stem) for path in FILES if path.parent != CON
 COMMAND = re.compile(r"^#   python -m recipes\.train(.*)$", re.MULTILINE)
 
 
-def compose(overrides: Sequence[str], output_dir: Path) -> DictConfig:
+def compose(overrides, output_dir):
     config, _ = SCHEMA.compose([*overrides, f"output_dir={output_dir}"])
     return config
 
 
-def opening_comment(path: Path) -> str:
+def opening_comment(path):
     lines = path.read_text(encoding="utf-8").splitlines()
     return "\n".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
 
 
-def test_a_file_opens_with_what_it_is_and_commands_that_work() -> None:
+def test_a_file_opens_with_what_it_is_and_commands_that_work():
     for path in FILES:
         comment = opening_comment(path)
         assert len(comment.splitlines()) >= 2, path.name
@@ -54,11 +51,22 @@ def test_a_file_opens_with_what_it_is_and_commands_that_work() -> None:
             assert named or path.parent == CONFIG_DIR, command
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=lambda word: word)
-def test_every_option_is_composed_and_built(group: str, option: str, tmp_path: Path) -> None:
+def rows():
+    """Every option once at least: those of independent groups side by side, since composing takes a second."""
+    groups = {group: [option for other, option in OPTIONS if other == group] for group, _ in OPTIONS}
+    for group in ("experiment", "offload", "trainer"):
+        yield from ({group: option} for option in groups.pop(group))
+    for turn in range(max(map(len, groups.values()))):
+        yield {group: options[turn % len(options)] for group, options in groups.items()}
+
+
+@pytest.mark.parametrize("row", list(rows()), ids=lambda row: " ".join(row.values()))
+def test_every_option_is_composed_and_built(row, tmp_path):
     # One device, because the machine of a test need not have those of the machine that is described.
-    config = compose([f"{group}={option}", "data.batch_size=2", "trainer.devices=1"], tmp_path)
-    if option == "pretrained":
+    words = [*(f"{group}={option}" for group, option in row.items()), "data.batch_size=2", "trainer.devices=1"]
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        config = hydra_compose(SCHEMA.config_name, [*words, f"output_dir={tmp_path}"])
+    if row.get("model") == "pretrained":
         save_tiny("gpt2", tmp_path / "model")
         config.model.path = str(tmp_path / "model")
     SCHEMA.check_config(config)
@@ -76,8 +84,8 @@ def test_every_option_is_composed_and_built(group: str, option: str, tmp_path: P
             build()
         return
     trainer = build()
-    expected = {("offload", "none"): SingleDeviceStrategy, ("offload", "fsdp"): lightning_ssd.SSDOffloadFSDPStrategy}
-    assert type(trainer.strategy) is expected.get((group, option), lightning_ssd.SSDOffloadStrategy)
+    expected = {"none": SingleDeviceStrategy, "fsdp": lightning_ssd.SSDOffloadFSDPStrategy}
+    assert type(trainer.strategy) is expected.get(row.get("offload", "auto"), lightning_ssd.SSDOffloadStrategy)
     assert trainer.loggers == loggers
     assert set(callbacks) <= set(trainer.callbacks)
 
@@ -86,7 +94,7 @@ POLICIES = [path for path in sorted((CONFIG_DIR / "offload").glob("*.yaml")) if 
 
 
 @pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
-def test_a_policy_names_every_field_with_its_default(path: Path, tmp_path: Path) -> None:
+def test_a_policy_names_every_field_with_its_default(path, tmp_path):
     """So that each can be set without a plus sign, and a new field cannot be forgotten here."""
     config = compose([f"offload={path.stem}"], tmp_path)
     defaults = {field.name: field.default for field in dataclasses.fields(lightning_ssd.OffloadPolicy)}
@@ -110,7 +118,7 @@ WITHOUT_DRIVES = {"auto", "cpu", "h100", "h200"}
 
 
 @pytest.mark.parametrize("path", HARDWARE, ids=lambda path: path.stem)
-def test_hardware_names_every_field_and_the_source_of_its_facts(path: Path, tmp_path: Path) -> None:
+def test_hardware_names_every_field_and_the_source_of_its_facts(path, tmp_path):
     """So that each can be set without a plus sign, and a new field cannot be forgotten here."""
     config = compose([f"hardware={path.stem}"], tmp_path)
     for node, cls in ((config.hardware, lightning_ssd.HardwareProfile), (config.machine, MachineProfile)):
@@ -133,7 +141,7 @@ SIZED_MODELS = [path for path in sorted((CONFIG_DIR / "model").glob("*.yaml")) i
 
 
 @pytest.mark.parametrize("path", SIZED_MODELS, ids=lambda path: path.stem)
-def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) -> None:
+def test_a_published_model_has_its_published_size(path, tmp_path):
     """The weights are made on the meta device, so that no memory is needed."""
     config = compose([f"model={path.stem}"], tmp_path)
     model = instantiate(config.model, _convert_="all")
@@ -172,9 +180,7 @@ def test_a_published_model_has_its_published_size(path: Path, tmp_path: Path) ->
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_names_key_nearest_match_and_what_is_allowed(
-    overrides: list[str], full_key: str, nearest: str | None, allowed: str
-) -> None:
+def test_a_mistake_names_key_nearest_match_and_what_is_allowed(overrides, full_key, nearest, allowed):
     with pytest.raises(ConfigMistake) as caught:
         SCHEMA.check_overrides(overrides)
     message = str(caught.value)
@@ -184,7 +190,7 @@ def test_a_mistake_names_key_nearest_match_and_what_is_allowed(
     assert len(message.splitlines()) == 2
 
 
-def test_what_is_right_is_accepted() -> None:
+def test_what_is_right_is_accepted():
     for overrides in (
         ["model=gpt,bert,t5", "offload=keep,ssd", "seed=range(1,3)"],
         ["+trainer.gradient_clip_algorithm=norm", "trainer.max_steps=3"],
@@ -208,7 +214,7 @@ def test_what_is_right_is_accepted() -> None:
         ("data._target_", "recipes.data.TextDta", "data._target_=recipes.data.TextDta: cannot be imported"),
     ],
 )
-def test_a_mistake_in_a_file_is_found_too(key: str, value: Any, match: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_is_found_too(key, value, match, tmp_path):
     """As an experiment or conf/local/default.yaml would write it: Hydra merges any key from there."""
     config = compose([], tmp_path)
     with open_dict(config):

@@ -1,11 +1,6 @@
 """Every value of every key in conf/: what is good is taken, what is bad is refused in one clear sentence."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
@@ -20,12 +15,12 @@ from recipes.values import BY_THEIR_TARGET, is_interpolation, mistake_in, rule_o
 PARSER = OverridesParser.create()
 
 
-def value_of(text: str) -> Any:
+def value_of(text):
     """As the command line's grammar reads it."""
     return PARSER.parse_override(f"key={text}").value()
 
 
-def leaves(node: dict[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def leaves(node, path):
     for key, value in node.items():
         if isinstance(value, dict):
             yield from leaves(value, (*path, str(key)))
@@ -33,7 +28,7 @@ def leaves(node: dict[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[str, A
             yield ".".join((*path, str(key))), value
 
 
-def written() -> list[tuple[str, str, Any]]:
+def written():
     """File, key and value of all that conf/ says, Hydra's own settings left out."""
     found = []
     for path in sorted(SCHEMA.config_dir.rglob("*.yaml")):
@@ -45,7 +40,7 @@ def written() -> list[tuple[str, str, Any]]:
     return found
 
 
-def test_every_key_has_a_rule_and_its_own_value_is_good() -> None:
+def test_every_key_has_a_rule_and_its_own_value_is_good():
     keys = set()
     for name, key, value in written():
         known = key.split(".")[0] in OWNERS or any(key == k or key.startswith(f"{k}.") for k in BY_THEIR_TARGET)
@@ -84,8 +79,8 @@ ROWS = [
 ]
 
 
-def test_a_bad_value_is_refused_with_what_was_expected_and_what_was_got() -> None:
-    def is_clear(key: str, message: str | None) -> bool:
+def test_a_bad_value_is_refused_with_what_was_expected_and_what_was_got():
+    def is_clear(key, message):
         if message is None or not message.startswith(key) or len(message) >= 300 or "\n" in message:
             return False
         tells = "expected" in message or " Write " in message
@@ -119,7 +114,7 @@ GOOD = {
 }
 
 
-def test_a_good_value_is_taken() -> None:
+def test_a_good_value_is_taken():
     for key, texts in GOOD.items():
         for text in texts.split():
             assert mistake_in(key, text if is_interpolation(text) else value_of(text)) is None, (key, text)
@@ -146,7 +141,7 @@ def test_a_good_value_is_taken() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_of_the_command_line_is_found_before_any_job(overrides: list[str], message: str) -> None:
+def test_a_mistake_of_the_command_line_is_found_before_any_job(overrides, message):
     with pytest.raises(ConfigMistake) as caught:
         SCHEMA.check_overrides(overrides)
     assert message in str(caught.value)
@@ -178,9 +173,7 @@ SMOKE = ["experiment=smoke", "logger=none", "callbacks=none"]
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_run_ends_with_one_sentence(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_run_ends_with_one_sentence(arguments, message, monkeypatch, tmp_path, capsys):
     """In this process, through the command's own entry."""
     monkeypatch.chdir(tmp_path)
     GlobalHydra.instance().clear()

@@ -1,7 +1,5 @@
 """The Fabric recipe: its real entry point in tiny form."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,7 @@ from recipes import fabric_loop, plain_loop
 TINY = ["experiment=smoke", "trainer.max_steps=2", "data.batch_size=2"]
 
 
-def test_the_fabric_loop_gives_the_weights_of_the_plain_loop(
-    spill_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fabric_loop_gives_the_weights_of_the_plain_loop(spill_dir, capsys):
     plain = plain_loop.main([*TINY, "offload=none", f"output_dir={spill_dir}"])
     for mode, more in (("none", []), ("ssd", ["offload.optimizer_states=offload", "offload.min_tensor_bytes=64KiB"])):
         output = spill_dir / mode
@@ -32,7 +28,7 @@ def test_the_fabric_loop_gives_the_weights_of_the_plain_loop(
     assert "model=gpt offload=ssd" in printed
 
 
-def test_mistakes_and_unsuitable_directories_are_one_clear_line(tmp_path: Path) -> None:
+def test_mistakes_and_unsuitable_directories_are_one_clear_line(tmp_path):
     with pytest.raises(SystemExit, match=r"Did you mean offload\.min_tensor_bytes"):
         fabric_loop.main(["+offload.min_tensor_byte=4"])
     if not Path("/dev/shm").is_dir():

@@ -1,15 +1,11 @@
 """The first minutes on a card: which tests, which sizes, how much time, what becomes of failures; and a rehearsal."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +17,7 @@ from recipes.gpu.run import ROOT
 from recipes.gpu.sizes import GIB
 from tests.support.forked import forks_of
 
-CARD: dict[str, Any] = {
+CARD = {
     "torch": "2.13.0",
     "has_cuda": True,
     "device_free_bytes": 139 * GIB,
@@ -42,7 +38,7 @@ FILES = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_scan_finds_what_pytest_collects(forks: list[str]) -> None:
+def test_the_scan_finds_what_pytest_collects(forks):
     """Of all files with the word, without which there is no marker."""
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "gpu" in path.read_text(encoding="utf-8")]
     options = ["-p", "no:cacheprovider", "-W", "ignore:Module already imported"]  # by the forks' server
@@ -53,7 +49,7 @@ def test_the_scan_finds_what_pytest_collects(forks: list[str]) -> None:
     assert collected == {str(path.relative_to(ROOT)) for path in files_with_gpu_tests(ROOT / "tests")}
 
 
-def made(facts: dict[str, Any], *, rehearse: bool = False) -> dict[str, Experiment]:
+def made(facts, *, rehearse=False):
     found = make_experiments(facts, Path("/drive"), FILES, rehearse=rehearse)
     return {experiment.name: experiment for experiment in found}
 
@@ -67,15 +63,12 @@ def made(facts: dict[str, Any], *, rehearse: bool = False) -> dict[str, Experime
         ({"disk_free_bytes": 1}, "optimizer", "the drive has no room for the states of two layers"),
     ],
 )
-def test_what_cannot_run_says_why(changed: dict[str, Any], name: str, reason: str) -> None:
+def test_what_cannot_run_says_why(changed, name, reason):
     assert reason in made(CARD | changed)[name].skip
     assert not any(experiment.skip for other, experiment in made(CARD).items() if other != "kvikio")
 
 
-Script = Callable[..., Experiment]
-
-
-def is_running(pid: int) -> bool:
+def is_running(pid):
     """What has ended and was not waited for does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -84,10 +77,10 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.fixture
-def script() -> Script:
+def script():
     """An experiment that runs Python; "{result}" is the file to write to."""
 
-    def make(source: str, *, name: str = "one", kind: str = "compiled", limit_s: float = 30.0) -> Experiment:
+    def make(source, *, name="one", kind="compiled", limit_s=30.0):
         command = ("-c", source, "{result}")
         return Experiment(name=name, question="?", kind=kind, command=command, limit_s=limit_s, least_s=0)
 
@@ -122,18 +115,14 @@ FOUND = {
         ("open(__import__('sys').argv[1], 'w').write('{')", "failed", "JSONDecodeError in its result"),
     ],
 )
-def test_an_experiment_is_a_row_however_it_ends(
-    source: str, status: str, answer: str, script: Script, tmp_path: Path
-) -> None:
+def test_an_experiment_is_a_row_however_it_ends(source, status, answer, script, tmp_path):
     row, _ = gpu.run(script(source), 30.0, tmp_path, tmp_path)
     assert (row.status, row.limit_s) == (status, 30.0)
     assert answer in row.answer
     assert str(tmp_path) not in row.command + row.answer
 
 
-def test_what_takes_too_long_ends_with_all_its_processes(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_too_long_ends_with_all_its_processes(script, tmp_path, monkeypatch):
     """The child and its own child ignore the first signal."""
     monkeypatch.setattr(gpu, "_GRACE_S", 0.2)
     source = (
@@ -150,9 +139,7 @@ def test_what_takes_too_long_ends_with_all_its_processes(
     assert not is_running(pid)
 
 
-def test_results_are_written_after_each_experiment(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_are_written_after_each_experiment(script, tmp_path, monkeypatch, capsys):
     """The second one sees the first one's row, the third fails, the fourth has no time; the table comes last."""
     results = tmp_path / "results.json"
     sees = f"import json; rows = json.load(open({str(results)!r}))['experiments']; assert rows[-1]['name'] == 'first'; "
@@ -216,7 +203,7 @@ IMPORTED = ("benchmarks.workers.step", "benchmarks.step", "gpu.compiled", "gpu.f
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_rehearsal_where_there_is_little(spill_dir: Path) -> None:
+def test_a_rehearsal_where_there_is_little(spill_dir):
     """Neither git nor what only the development of this project needs: the script's beginning, on the CPU.
 
     All of its processes are forks of one that has done the imports in that poor environment.

@@ -1,11 +1,6 @@
 """The headline demo: a control group in which the kernel kills plain training, and offloaded training finishes."""
 
-from __future__ import annotations
-
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,10 +24,8 @@ KILLED = replace(FREE, limit_bytes=200 * MIB, losses=(3.0,), step_s=(0.5,), exit
 OURS = replace(FREE, mode="ssd", limit_bytes=200 * MIB, moved_bytes=7 * MIB)
 
 
-def test_without_a_control_group_it_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: Any, **__: Any) -> AbstractContextManager[None]:
+def test_without_a_control_group_it_says_what_to_do(monkeypatch, tmp_path, capsys):
+    def refuse(*_, **__):
         raise GroupUnavailableError("control groups need root here")
 
     monkeypatch.setattr(memory_limit, "control_group", refuse)
@@ -55,12 +48,12 @@ def test_without_a_control_group_it_says_what_to_do(
     ],
     ids=["shown", "losses", "weights", "both killed", "none killed", "reference"],
 )
-def test_verdicts(free: Trial, plain: Trial, ours: Trial, is_shown: bool, text: str) -> None:
+def test_verdicts(free, plain, ours, is_shown, text):
     assert shown(free, plain, ours)[0] is is_shown
     assert text in shown(free, plain, ours)[1]
 
 
-def test_what_is_printed_is_what_trains() -> None:
+def test_what_is_printed_is_what_trains():
     """The policy in words, read as Python, is that of the worker."""
     plain = memory_limit.SIZES["tiny"]
     for budget in (None, 7 * MIB):

@@ -1,14 +1,11 @@
 """Every notebook runs from top to bottom, and shows what it promises."""
 
-from __future__ import annotations
-
 import base64
 import os
 import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -32,20 +29,20 @@ SMALLER = {"n_layer=6": "n_layer=3", "vocab_size=4096": "vocab_size=1024"}
 """What a new run has in place of the quickstart's sizes."""
 
 
-def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+def outputs(notebook):
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
-def text_of(notebook: nbformat.NotebookNode) -> str:
+def text_of(notebook):
     return "".join(output.get("text", "") for output in outputs(notebook))
 
 
-def pictures_of(notebook: nbformat.NotebookNode) -> list[bytes]:
+def pictures_of(notebook):
     found = [output["data"]["image/png"] for output in outputs(notebook) if "image/png" in output.get("data", {})]
     return [base64.b64decode(picture) for picture in found]
 
 
-def told(pattern: str, text: str) -> tuple[float, ...]:
+def told(pattern, text):
     """The numbers that a line of the notebook tells."""
     found = re.search(pattern, text)
     assert found is not None, f"no line is like {pattern!r} in:\n{text}"
@@ -55,7 +52,7 @@ def told(pattern: str, text: str) -> tuple[float, ...]:
 # -- what each notebook promises, of a new run and of what is stored --------------------------------------------------
 
 
-def check_quickstart(text: str) -> None:
+def check_quickstart(text):
     assert "bitwise equal: True" in text
     kept, moved = told(r"above rest: keep ([\d,]+) MiB, offload ([\d,]+) MiB", text)
     assert moved < 0.7 * kept
@@ -66,7 +63,7 @@ def check_quickstart(text: str) -> None:
     assert resident < saved
 
 
-def check_where_memory_goes(text: str) -> None:
+def check_where_memory_goes(text):
     assert "losses bitwise equal: True" in text
     sizes = {
         name: told(rf"{name} +([\d.]+) MiB", text)[0]
@@ -81,7 +78,7 @@ def check_where_memory_goes(text: str) -> None:
     assert moved < kept
 
 
-def check_recompute_offload_keep(text: str) -> None:
+def check_recompute_offload_keep(text):
     assert "losses of 5 modes bitwise equal: True" in text
     (budget,) = told(r"budget of auto: (\d+)MiB", text)
     found = re.findall(r"^(\w+) +[\d.]+ +(\d+) +([\d.]+) +(\d+)$", text, re.MULTILINE)
@@ -94,7 +91,7 @@ def check_recompute_offload_keep(text: str) -> None:
     assert written["offload"] > 0
 
 
-def check_optimizer_states(text: str) -> None:
+def check_optimizer_states(text):
     assert text.count("bitwise equal: True") == 4
     (plain,) = told(r"optimizer states +([\d.]+) MiB", text)
     states, num_subgroups = told(r"states that move +([\d.]+) MiB in (\d+) subgroups", text)
@@ -105,14 +102,14 @@ def check_optimizer_states(text: str) -> None:
         assert 0 < resident < 0.5 * plain
 
 
-def check_wandb_dashboard(text: str) -> None:
+def check_wandb_dashboard(text):
     assert "last loss in the file equal to the Trainer's: True" in text
     assert "activations_resident_peak_gib" in text
     assert "recorded steps: 2 4 8\n" in text
     assert re.search(r"^verdict: saved activations [\d.]+ -> [\d.]+ [MG]iB", text, re.MULTILINE)
 
 
-def check_larger_than_memory(text: str) -> None:
+def check_larger_than_memory(text):
     assert text.count("bitwise equal: True") == 2
     (held,) = told(r"weights, gradients, states +([\d,]+) MiB", text)
     (limit,) = told(r"limit of the process +([\d,]+) MiB", text)
@@ -122,7 +119,7 @@ def check_larger_than_memory(text: str) -> None:
         assert re.search(r"^plain, limited: +killed by the kernel", text, re.MULTILINE)
 
 
-NUM_PICTURES_AND_CHECKS: dict[str, tuple[int, Callable[[str], None]]] = {
+NUM_PICTURES_AND_CHECKS = {
     "01_quickstart": (1, check_quickstart),
     "02_where_memory_goes": (3, check_where_memory_goes),
     "03_recompute_offload_keep": (1, check_recompute_offload_keep),
@@ -132,7 +129,7 @@ NUM_PICTURES_AND_CHECKS: dict[str, tuple[int, Callable[[str], None]]] = {
 }
 
 
-def check(name: str, notebook: nbformat.NotebookNode) -> None:
+def check(name, notebook):
     num_pictures, check_text = NUM_PICTURES_AND_CHECKS[name]
     text = text_of(notebook)
     assert "equal: False" not in text
@@ -143,7 +140,7 @@ def check(name: str, notebook: nbformat.NotebookNode) -> None:
     assert max(map(len, pictures)) < MAX_PICTURE_BYTES
 
 
-def test_every_notebook_is_checked() -> None:
+def test_every_notebook_is_checked():
     assert [path.stem for path in NOTEBOOKS] == list(NUM_PICTURES_AND_CHECKS)
 
 
@@ -154,7 +151,7 @@ def test_every_notebook_is_checked() -> None:
     [NOTEBOOKS[0], *(pytest.param(path, marks=pytest.mark.exhaustive) for path in NOTEBOOKS[1:])],
     ids=lambda path: path.stem,
 )
-def test_a_notebook_runs(path: Path, spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs(path, spill_dir, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     ipython_dir = spill_dir / "ipython"
@@ -174,7 +171,7 @@ def test_a_notebook_runs(path: Path, spill_dir: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_what_is_stored_shows_what_is_promised_and_nothing_about_a_machine(path: Path) -> None:
+def test_what_is_stored_shows_what_is_promised_and_nothing_about_a_machine(path):
     """Readers see these outputs, and not those of a new run."""
     assert path.stat().st_size < 200_000
     notebook = nbformat.read(path, as_version=4)
@@ -191,7 +188,7 @@ def test_what_is_stored_shows_what_is_promised_and_nothing_about_a_machine(path:
     assert path == NOTEBOOKS[0] or headings[-1] == GPU_SECTION
 
 
-def test_a_notebook_finds_the_recipes_from_its_own_folder() -> None:
+def test_a_notebook_finds_the_recipes_from_its_own_folder():
     """As Jupyter starts it, after an install that has the package alone."""
     begins = set()
     for path in NOTEBOOKS:

@@ -1,14 +1,9 @@
 """Fine-tuning of a model in a folder: the bits of plain Lightning while the frozen weights wait on a drive."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +22,6 @@ from recipes.lora import LoRA, LoRALayer
 from recipes.pretrained import PretrainedModel
 from recipes.runner import run
 from recipes.schema import SCHEMA
-from recipes.summary import RunSummary
 from recipes.train import main
 from tests.support.pairs import pairwise
 from tests.support.pretrained import save_tiny
@@ -35,34 +29,33 @@ from tests.support.pretrained import save_tiny
 SMALLEST = 4 << 10
 TINY = ["experiment=smoke", "trainer.max_steps=3", "model=pretrained", "model.learning_rate=1e-2", "logger=none"]
 OFFLOADED = ["offload=weights", f"offload.min_tensor_bytes={SMALLEST}"]
-Tune = Callable[..., RunSummary]
 
 
 @pytest.fixture
-def folder(spill_dir: Path, request: pytest.FixtureRequest) -> Path:
+def folder(spill_dir, request):
     place = spill_dir / "model"
     save_tiny(getattr(request, "param", "gpt2"), place)
     return place
 
 
 @pytest.fixture
-def tune(spill_dir: Path, folder: Path) -> Tune:
+def tune(spill_dir, folder):
     """Train as a job of ``recipes.train`` does, in this process."""
 
-    def tune_once(*overrides: str) -> RunSummary:
+    def tune_once(*overrides):
         config, choices = SCHEMA.compose([*TINY, f"model.path={folder}", f"output_dir={spill_dir / 'run'}", *overrides])
         return run(config, model=choices["model"], offload=choices["offload"])
 
     return tune_once
 
 
-def base_bytes(folder: Path) -> int:
+def base_bytes(folder):
     """Of the weights that are large enough to move, in the files."""
     sizes = [tensor.nbytes for tensor in load_file(folder / "model.safetensors").values()]
     return sum(nbytes for nbytes in sizes if nbytes >= SMALLEST)
 
 
-def equal(one: RunSummary, other: RunSummary) -> bool:
+def equal(one, other):
     return (one.losses, one.weights_digest) == (other.losses, other.weights_digest)
 
 
@@ -76,24 +69,16 @@ def equal(one: RunSummary, other: RunSummary) -> bool:
     ["60KB", "10GB"],  # many files, and one
     ["weights", "everything"],
 )
-def test_frozen_weights_wait_in_the_folder_s_own_files(
-    kind: str,
-    dtype: torch.dtype,
-    shard: str,
-    offload: str,
-    tune: Tune,
-    spill_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_frozen_weights_wait_in_the_folder_s_own_files(kind, dtype, shard, offload, tune, spill_dir, monkeypatch):
     """The head of "gpt2" is its embedding. Adapters are smaller than what waits, so nothing of ours is written."""
     folder = spill_dir / "other"
     save_tiny(kind, folder, dtype=dtype, max_shard_size=shard)
     assert (folder / "model.safetensors.index.json").exists() is (shard == "60KB")
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    written: list[int] = []
+    written = []
     close = WeightFiles.close
 
-    def note(files: WeightFiles) -> None:
+    def note(files):
         written.append(sum(files.written_bytes()))
         close(files)
 
@@ -109,7 +94,7 @@ def test_frozen_weights_wait_in_the_folder_s_own_files(
 
 
 @pytest.mark.parametrize("loop", [plain_loop, fabric_loop], ids=["plain_loop", "fabric_loop"])
-def test_loops_of_one_s_own_train_the_same(loop: Any, tune: Tune, folder: Path, spill_dir: Path) -> None:
+def test_loops_of_one_s_own_train_the_same(loop, tune, folder, spill_dir):
     other = loop.main([*TINY, *OFFLOADED, f"model.path={folder}", f"output_dir={spill_dir / 'loop'}"])
     assert equal(tune("offload=none"), other)
     assert other.weights_bytes == base_bytes(folder)
@@ -118,11 +103,11 @@ def test_loops_of_one_s_own_train_the_same(loop: Any, tune: Tune, folder: Path, 
 # -- what is made ----------------------------------------------------------------------------------------------------
 
 
-def made(folder: Path, lora: LoRA | None = LoRA(), **options: Any) -> nn.Module:  # noqa: B008
+def made(folder, lora=LoRA(), **options):  # noqa: B008
     return PretrainedModel(path=str(folder), lora=lora, **options).make_network()
 
 
-def in_memory() -> set[int]:
+def in_memory():
     """Parameters that are neither on a drive nor a view of a file."""
     found = (thing for thing in gc.get_objects() if isinstance(thing, nn.Parameter) and not thing.is_meta)
     storages = {id(parameter): parameter.untyped_storage() for parameter in found if parameter.nbytes >= SMALLEST}
@@ -130,7 +115,7 @@ def in_memory() -> set[int]:
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("auto", 1.0), ("bfloat16", 0.5)])
-def test_the_model_is_never_whole_in_memory(dtype: Any, share: float, folder: Path, spill_dir: Path) -> None:
+def test_the_model_is_never_whole_in_memory(dtype, share, folder, spill_dir):
     """No weight is converted before the one before it is on the drive."""
     policy = OffloadPolicy(parameters="offload", activations="keep", min_tensor_bytes=SMALLEST)
     module = PretrainedModel(path=str(folder), lora=LoRA(rank=1), dtype=dtype)
@@ -149,14 +134,14 @@ def test_the_model_is_never_whole_in_memory(dtype: Any, share: float, folder: Pa
 
 
 @pytest.mark.parametrize("folder", ["gpt2", "llama"], indirect=True)
-def test_it_begins_as_the_model_in_the_folder(folder: Path) -> None:
+def test_it_begins_as_the_model_in_the_folder(folder):
     ids = torch.arange(64).view(2, 32)
     network, original = made(folder).eval(), AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(network(ids).logits, original(ids).logits)
 
 
 @pytest.mark.parametrize("base", [nn.Linear(6, 4), Conv1D(4, 6)], ids=lambda base: type(base).__name__)
-def test_an_adapter_is_a_change_of_the_weight_of_low_rank(base: Any) -> None:
+def test_an_adapter_is_a_change_of_the_weight_of_low_rank(base):
     x = torch.randn(3, 6)
     layer = LoRALayer(base, rank=2, scale=0.5)
     assert torch.equal(layer(x), base(x))
@@ -171,9 +156,7 @@ def test_an_adapter_is_a_change_of_the_weight_of_low_rank(base: Any) -> None:
     ("targets", "count"),
     [(None, 3 * 4), (["c_attn"], 3), (["mlp.c_proj", "c_attn"], 6), (["transformer.h.0.mlp.c_fc"], 1)],
 )
-def test_the_named_layers_get_adapters_and_nothing_else_is_trained(
-    targets: list[str] | None, count: int, folder: Path
-) -> None:
+def test_the_named_layers_get_adapters_and_nothing_else_is_trained(targets, count, folder):
     network = made(folder, LoRA(rank=2, target_modules=targets))
     layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, LoRALayer)}
     assert len(layers) == count
@@ -187,10 +170,10 @@ def test_the_named_layers_get_adapters_and_nothing_else_is_trained(
 
 
 @pytest.fixture
-def refusal(folder: Path, spill_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Callable[..., str]:
+def refusal(folder, spill_dir, monkeypatch, capsys):
     """What the command says before it ends."""
 
-    def refusal_of(*overrides: str) -> str:
+    def refusal_of(*overrides):
         monkeypatch.chdir(spill_dir)
         GlobalHydra.instance().clear()
         named = [] if any("model.path" in override for override in overrides) else [f"model.path={folder}"]
@@ -205,26 +188,26 @@ def refusal(folder: Path, spill_dir: Path, monkeypatch: pytest.MonkeyPatch, caps
     return refusal_of
 
 
-def without(pattern: str) -> Callable[[Path], None]:
-    def remove(folder: Path) -> None:
+def without(pattern):
+    def remove(folder):
         for path in folder.glob(pattern):
             path.rename(path.with_suffix(".away"))
 
     return remove
 
 
-def with_code(folder: Path) -> None:
+def with_code(folder):
     config = json.loads((folder / "config.json").read_text())
     code = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
     (folder / "config.json").write_text(json.dumps({**config, **code}))
 
 
-def cut_short(folder: Path) -> None:
+def cut_short(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
 
 
-def without_a_weight(folder: Path) -> None:
+def without_a_weight(folder):
     weights = load_file(folder / "model.safetensors")
     del weights["transformer.h.1.mlp.c_fc.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -241,9 +224,7 @@ def without_a_weight(folder: Path) -> None:
     ],
     ids=["no_config", "no_safetensors", "code", "cut_short", "a_weight_is_missing"],
 )
-def test_a_folder_that_cannot_be_used_is_refused(
-    damage: Callable[[Path], None], message: str, refusal: Callable[..., str], folder: Path
-) -> None:
+def test_a_folder_that_cannot_be_used_is_refused(damage, message, refusal, folder):
     damage(folder)
     assert re.search(message, refusal(*OFFLOADED))
 
@@ -264,5 +245,5 @@ def test_a_folder_that_cannot_be_used_is_refused(
         (["data.sequence_length=128"], r"data\.sequence_length=128 is more than the model takes; allowed: up to 64"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(overrides: list[str], message: str, refusal: Callable[..., str]) -> None:
+def test_settings_that_do_not_fit_are_refused(overrides, message, refusal):
     assert re.search(message, refusal("offload=none", *overrides))

@@ -1,17 +1,13 @@
 """Meters of the recipes, and every recipe's real entry point in tiny form."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -32,7 +28,7 @@ Train = Callable[..., RunSummary]
 # -- meter and summary -----------------------------------------------------------------------------------------------
 
 
-def test_the_meter_finds_the_peak_of_later_steps() -> None:
+def test_the_meter_finds_the_peak_of_later_steps():
     meter = StepMeter(num_warmup=1)
     for nbytes in (256 * MIB, 32 * MIB, 96 * MIB):
         meter.start_step()
@@ -44,7 +40,7 @@ def test_the_meter_finds_the_peak_of_later_steps() -> None:
     assert 90 * MIB < meter.peak_above_rest_bytes < 160 * MIB
 
 
-def summary(**changes: object) -> RunSummary:
+def summary(**changes):
     plain = RunSummary(
         model="gpt",
         offload="ssd",
@@ -60,12 +56,12 @@ def summary(**changes: object) -> RunSummary:
         stall_s_per_step=0.25,
         backend="posix O_DIRECT",
     )
-    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(plain, **changes)
 
 
 @pytest.mark.parametrize("mode", ["auto", "ssd"])
 @pytest.mark.parametrize("changes", [{"weights_digest": "other"}, {"losses": [3.0, 2.4]}])
-def test_the_demo_shouts_when_anything_differs(mode: str, changes: dict[str, object]) -> None:
+def test_the_demo_shouts_when_anything_differs(mode, changes):
     runs = {name: summary(offload=name, typical_peak_above_rest_bytes=100 * MIB) for name in ("none", "auto", "ssd")}
     assert "bit for bit" in demo.verdict(runs)
     assert "DIFFER" in demo.verdict({**runs, mode: summary(offload=mode, **changes)})
@@ -75,10 +71,10 @@ def test_the_demo_shouts_when_anything_differs(mode: str, changes: dict[str, obj
 
 
 @pytest.fixture
-def train(spill_dir: Path) -> Train:
+def train(spill_dir):
     """Train as a job of ``recipes.train`` does, in this process."""
 
-    def train_once(*overrides: str, name: str = "run") -> RunSummary:
+    def train_once(*overrides, name="run"):
         words = [*TINY, *overrides, f"output_dir={spill_dir / name}"]
         config, choices = SCHEMA.compose(words)
         return run(config, model=choices["model"], offload=choices["offload"])
@@ -87,7 +83,7 @@ def train(spill_dir: Path) -> Train:
 
 
 @pytest.mark.parametrize("model", ["gpt", "bert", "t5", "llama"])
-def test_training_is_exact_in_every_mode(model: str, train: Train, spill_dir: Path) -> None:
+def test_training_is_exact_in_every_mode(model, train, spill_dir):
     plain = train(f"model={model}", "offload=none", "logger=none")
     assert len(plain.losses) == 2
     assert plain.step_s > 0
@@ -113,19 +109,19 @@ def test_training_is_exact_in_every_mode(model: str, train: Train, spill_dir: Pa
         (["model=llama_7b", "data.sequence_length=8192"], "data.sequence_length=8192 is more .* up to 4096"),
     ],
 )
-def test_data_that_the_model_cannot_take_is_refused(overrides: list[str], match: str, train: Train) -> None:
+def test_data_that_the_model_cannot_take_is_refused(overrides, match, train):
     with pytest.raises(ConfigMistake, match=match):
         train(*overrides)
 
 
-def inspected(directory: Path) -> str:
+def inspected(directory):
     """All that an offline run holds, as W&B's own reader writes it."""
     (run,) = (directory / "wandb").glob("offline-run-*")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
 
 
-def test_a_wandb_run_has_a_name_and_the_whole_configuration(train: Train, spill_dir: Path) -> None:
+def test_a_wandb_run_has_a_name_and_the_whole_configuration(train, spill_dir):
     train("offload=ssd", "logger=wandb", "logger.wandb.offline=true", "logger.wandb.group=mine", "seed=5")
     records = [json.loads(line) for line in inspected(spill_dir / "run").splitlines()]
     (begin,) = [record["run"] for record in records if "run" in record and "display_name" in record["run"]][:1]
@@ -147,9 +143,7 @@ def test_a_wandb_run_has_a_name_and_the_whole_configuration(train: Train, spill_
         (None, "machine example.org login user password secret", True),
     ],
 )
-def test_wandb_is_offline_without_a_key(
-    key: str | None, netrc: str | None, missing: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_wandb_is_offline_without_a_key(key, netrc, missing, monkeypatch, tmp_path):
     file = tmp_path / "netrc"
     if netrc is not None:
         file.write_text(netrc)
@@ -162,7 +156,7 @@ def test_wandb_is_offline_without_a_key(
 
 
 @pytest.mark.parametrize("loop", [plain_loop, fabric_loop], ids=["plain_loop", "fabric_loop"])
-def test_a_loop_tells_how_it_is_used(loop: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_tells_how_it_is_used(loop, capsys):
     with pytest.raises(SystemExit) as caught:
         loop.main(["model=gpt", "--help"])
     assert caught.value.code == 0
@@ -174,9 +168,7 @@ def test_a_loop_tells_how_it_is_used(loop: ModuleType, capsys: pytest.CaptureFix
             loop.main([word])
 
 
-def run_module(
-    name: str, *arguments: str, cwd: Path, begin: Sequence[str] = (sys.executable,)
-) -> subprocess.CompletedProcess[str]:
+def run_module(name, *arguments, cwd, begin=(sys.executable,)):
     return subprocess.run(
         [*begin, "-m", name, *arguments],
         capture_output=True,
@@ -188,7 +180,7 @@ def run_module(
 
 
 @pytest.mark.slow
-def test_a_sweep_from_the_command_line(spill_dir: Path, forks: list[str]) -> None:
+def test_a_sweep_from_the_command_line(spill_dir, forks):
     sweep = ["-m", "offload=keep,ssd", "model=gpt,t5", *TINY, "logger=none"]
     done = run_module("recipes.train", *sweep, "hydra.sweep.dir=swept", cwd=spill_dir, begin=forks)
     assert done.returncode == 0, done.stderr
@@ -203,7 +195,7 @@ def test_a_sweep_from_the_command_line(spill_dir: Path, forks: list[str]) -> Non
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-def test_equal_seeds_give_equal_losses_with_and_without_shards(train: Train, spill_dir: Path, forks: list[str]) -> None:
+def test_equal_seeds_give_equal_losses_with_and_without_shards(train, spill_dir, forks):
     """Beyond the first epoch too: Lightning would draw another order of the data where there is a process group."""
     more = ["data.num_batches=2", "data.batch_size=2", "trainer.max_steps=5", "logger=none", "callbacks=none"]
     plain = train("offload=none", *more)
@@ -220,7 +212,7 @@ def test_equal_seeds_give_equal_losses_with_and_without_shards(train: Train, spi
 
 
 @pytest.mark.slow
-def test_the_demo_from_the_command_line(spill_dir: Path, forks: list[str]) -> None:
+def test_the_demo_from_the_command_line(spill_dir, forks):
     tiny = (*TINY, "logger=none")
     done = run_module("recipes.demo", "--output-dir", str(spill_dir), *tiny, cwd=spill_dir, begin=forks)
     assert done.returncode == 0, done.stderr
@@ -230,7 +222,7 @@ def test_the_demo_from_the_command_line(spill_dir: Path, forks: list[str]) -> No
 
 
 @pytest.mark.parametrize("name", ["Makefile", "README.md", "CHANGELOG.md"])
-def test_documents_name_recipes_that_exist(name: str) -> None:
+def test_documents_name_recipes_that_exist(name):
     modules = set(re.findall(r"-m ((?:recipes|tests)[.\w]*\w)", (ROOT / name).read_text(encoding="utf-8")))
     assert modules
     assert not [module for module in sorted(modules) if find_spec(module) is None]

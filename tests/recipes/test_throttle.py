@@ -1,7 +1,5 @@
 """A drive that is slowed down on purpose has the rate that was asked for; and groups that limit memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.tiers.bandwidth_meter import measure_rates
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError
@@ -19,11 +16,11 @@ from recipes.benchmarks.memory_limit import memory_group
 RATE = 40e6
 
 
-def slow(inner: Backend) -> BucketBackend:
+def slow(inner):
     return BucketBackend(inner, RATE)
 
 
-def test_the_rate_is_held_over_both_workers(spill_dir: Path) -> None:
+def test_the_rate_is_held_over_both_workers(spill_dir):
     """No attempt is faster than asked. A busy machine makes each of them slower: the fastest of up to five counts."""
     posix = PosixBackend([spill_dir])
     fastest = [0.0, 0.0]
@@ -39,13 +36,13 @@ def test_the_rate_is_held_over_both_workers(spill_dir: Path) -> None:
     assert min(fastest) >= 0.75 * RATE
 
 
-def all_groups() -> set[str]:
+def all_groups():
     """Of this process: those of others, who test at the same time or have died, come and go."""
     return {str(path) for path in Path("/sys/fs/cgroup").rglob(f"lightning_ssd-{os.getpid()}-*")}
 
 
-def test_an_error_inside_leaves_no_group_behind() -> None:
-    def begun() -> None:
+def test_an_error_inside_leaves_no_group_behind():
+    def begun():
         with memory_group(1 << 30) as group:
             assert group.directory.is_dir()
             raise RuntimeError("inside")
@@ -59,7 +56,7 @@ def test_an_error_inside_leaves_no_group_behind() -> None:
     assert (Path("/proc/self/mountinfo").read_text(), all_groups()) == before
 
 
-def test_the_group_of_a_killed_run_is_removed_by_the_next_one() -> None:
+def test_the_group_of_a_killed_run_is_removed_by_the_next_one():
     try:
         with memory_group(None) as group:
             parent = group.directory.parent

@@ -1,13 +1,8 @@
 """Token windows: the same tokens, the same order, in every run and for any number of processes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from recipes.data import MASK_TOKEN, PAD_TOKEN, SyntheticData, TextData, tokenize
@@ -15,7 +10,7 @@ from recipes.mistakes import ConfigMistake
 from recipes.models import make_inputs
 
 
-def test_text_data_comes_from_the_cache_the_second_time(tmp_path: Path) -> None:
+def test_text_data_comes_from_the_cache_the_second_time(tmp_path):
     data = TextData(cache_dir=str(tmp_path), max_text_bytes=100_000, vocab_size=512, sequence_length=32, batch_size=4)
     data.prepare_data()
     (cached,) = tmp_path.iterdir()
@@ -27,7 +22,7 @@ def test_text_data_comes_from_the_cache_the_second_time(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_text_data_reads_the_users_file(tmp_path: Path) -> None:
+def test_text_data_reads_the_users_file(tmp_path):
     file = tmp_path / "my.txt"
     file.write_text("ein Stück Text. " * 500, encoding="utf-8")
     data = TextData(path=str(file), cache_dir=str(tmp_path), vocab_size=300, sequence_length=8, batch_size=2)
@@ -38,7 +33,7 @@ def test_text_data_reads_the_users_file(tmp_path: Path) -> None:
         missing.read_text()
 
 
-def test_text_is_cut_into_the_tokens_of_a_pretrained_model(tmp_path: Path) -> None:
+def test_text_is_cut_into_the_tokens_of_a_pretrained_model(tmp_path):
     inner = Tokenizer(models.WordLevel({"<end>": 0, "?": 1, "one": 2, "two": 3}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(tmp_path / "model")
@@ -54,13 +49,13 @@ def test_text_is_cut_into_the_tokens_of_a_pretrained_model(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "message"), [("none", "is no folder; give a folder with tokenizer.json"), ("", "has no tokenizer that")]
 )
-def test_a_folder_without_a_tokenizer_is_refused(name: str, message: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(name, message, tmp_path):
     with pytest.raises(ConfigMistake, match=rf"^data\.tokenizer=.*: {message}"):
         TextData(tokenizer=str(tmp_path / name))
 
 
-def test_windows_are_shuffled_alike_and_validation_is_apart() -> None:
-    def make(seed: int) -> SyntheticData:
+def test_windows_are_shuffled_alike_and_validation_is_apart():
+    def make(seed):
         return SyntheticData(
             num_batches=5, vocab_size=64, sequence_length=8, batch_size=4, num_val_batches=2, seed=seed
         )
@@ -75,8 +70,8 @@ def test_windows_are_shuffled_alike_and_validation_is_apart() -> None:
     assert not torch.equal(make(2).windows, data.windows)
 
 
-def test_several_processes_share_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(rank: int, processes: int) -> list[Tensor]:
+def test_several_processes_share_one_order(monkeypatch):
+    def read(rank, processes):
         monkeypatch.setattr(SyntheticData, "_part", {"num_replicas": processes, "rank": rank})
         data = SyntheticData(num_batches=4, vocab_size=64, sequence_length=8, batch_size=2, seed=1)
         loader = data.train_dataloader()
@@ -88,16 +83,16 @@ def test_several_processes_share_one_order(monkeypatch: pytest.MonkeyPatch) -> N
     assert not torch.equal(whole[0], whole[1])
 
 
-def test_too_little_text_and_too_few_tokens_are_refused() -> None:
+def test_too_little_text_and_too_few_tokens_are_refused():
     data = TextData(max_text_bytes=2_000, vocab_size=300, sequence_length=512, batch_size=4, cache_dir="unused")
-    data.make_tokens = lambda: tokenize(data.read_text(), 300)  # type: ignore[method-assign]
+    data.make_tokens = lambda: tokenize(data.read_text(), 300)
     with pytest.raises(ConfigMistake, match=r"windows of data\.sequence_length=512; .* need 8\. Give more text"):
         data.train_dataloader()
     with pytest.raises(ConfigMistake, match=r"data\.vocab_size=100; allowed: at least 259"):
         tokenize("text", 100)
 
 
-def test_inputs_and_labels_of_each_objective() -> None:
+def test_inputs_and_labels_of_each_objective():
     inputs, labels = make_inputs(torch.tensor([[5, 6, 7, 8]]), "causal")
     assert (inputs["input_ids"].tolist(), labels.tolist()) == ([[5, 6, 7, 8]], [[6, 7, 8, -100]])
     inputs, labels = make_inputs(torch.tensor([[5, 6, 7, 8]]), "seq2seq")

@@ -1,33 +1,29 @@
 """Each rule speaks when it should, says what to set, and is silent otherwise."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.reports.adviser import advise
-from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.step_record import Move, Wait
 from tests.support.step_records import MIB, made_record, made_report
 
 
-def told(report: RunReport, words: str) -> str | None:
+def told(report, words):
     found = [sentence for sentence in advise(report) if words in sentence]
     assert len(found) <= 1
     return found[0] if found else None
 
 
-def test_a_good_run_needs_nothing() -> None:
+def test_a_good_run_needs_nothing():
     assert advise(made_report(records=(made_record(waits=(), weight_bytes=9 * MIB),))) == [
         "Nothing needs to change: keep these settings."
     ]
 
 
-def test_reads_that_are_waited_for_name_the_rate_and_a_budget() -> None:
+def test_reads_that_are_waited_for_name_the_rate_and_a_budget():
     moves = (Move("read", "ssd", 500 * MIB, 1.0, 1.5),)
     waited = (Wait(1.1, 1.4),)
     report = made_report(records=(made_record(moves=moves, waits=waited),))
@@ -44,7 +40,7 @@ def test_reads_that_are_waited_for_name_the_rate_and_a_budget() -> None:
         assert told(made_report(records=(record,)), "are the limit") is None
 
 
-def test_forward_that_waits_for_room() -> None:
+def test_forward_that_waits_for_room():
     report = made_report(records=(made_record(waits=(Wait(0.2, 0.7),)),))
     sentence = told(report, "for room")
     assert sentence is not None
@@ -62,12 +58,12 @@ def test_forward_that_waits_for_room() -> None:
         ("tcmalloc", "cpu", False),
     ],
 )
-def test_the_switch_that_makes_moving_cheap_is_advised(malloc: str, device: str, is_advised: bool) -> None:
+def test_the_switch_that_makes_moving_cheap_is_advised(malloc, device, is_advised):
     report = made_report(machine={"malloc": malloc, "device": device})
     assert (told(report, "THP_MEM_ALLOC_ENABLE=1") is not None) is is_advised
 
 
-def test_what_a_budget_costs_is_no_broken_promise() -> None:
+def test_what_a_budget_costs_is_no_broken_promise():
     costly = {**PLAN, "measured_overhead": 0.07}
     for budget in ("memory_budget", "activation_budget"):
         policy = {**POLICY, budget: "8GiB"}
@@ -76,8 +72,8 @@ def test_what_a_budget_costs_is_no_broken_promise() -> None:
 
 
 STATS = made_report().stats
-POLICY: Any = made_report().policy
-PLAN: Any = made_report().plan
+POLICY = made_report().policy
+PLAN = made_report().plan
 METRICS = made_report().metrics
 
 
@@ -103,7 +99,7 @@ METRICS = made_report().metrics
         ),
     ],
 )
-def test_rules(changes: dict[str, Any], words: str) -> None:
+def test_rules(changes, words):
     assert told(made_report(**changes), words) is not None
     assert told(made_report(), words) is None
 
@@ -124,7 +120,7 @@ def test_rules(changes: dict[str, Any], words: str) -> None:
         ({"optimizer_states": "offload", "parameters": "offload"}, None),
     ],
 )
-def test_the_next_rung_is_the_largest_part_with_the_line_to_paste(policy: dict[str, Any], rung: str | None) -> None:
+def test_the_next_rung_is_the_largest_part_with_the_line_to_paste(policy, rung):
     record = made_record(waits=(), state_bytes=37 * MIB, weight_bytes=19 * MIB, gradient_bytes=5 * MIB)
     toy = {"records": (record,), "stats": {**STATS, "settled_peak_bytes": 11 * MIB}, "policy": {**POLICY, **policy}}
     well = "Nothing needs to change: keep these settings."
@@ -140,7 +136,7 @@ def test_the_next_rung_is_the_largest_part_with_the_line_to_paste(policy: dict[s
 
 
 @pytest.mark.parametrize("activations", ["auto", "offload", "recompute_offload"])
-def test_every_line_to_write_is_taken(activations: str) -> None:
+def test_every_line_to_write_is_taken(activations):
     """By the policy of the run that is advised."""
     policy = {**POLICY, "activations": activations}
     reads = (Move("read", "ssd", 500 * MIB, 1.0, 1.5),)

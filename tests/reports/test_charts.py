@@ -1,14 +1,10 @@
 """Pictures show what was recorded: the sums, the lanes, the phases. Matplotlib draws all of them."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from lightning_ssd.reports.charts import (
-    Chart,
     memory_over_step,
     over_run,
     overhead_over_run,
@@ -22,7 +18,7 @@ from tests.support.step_records import MIB, made_record
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def values_at(chart: Chart, time_s: float) -> dict[str, float]:
+def values_at(chart, time_s):
     found = {}
     for series in chart.series:
         index = max(i for i, x in enumerate(series.x) if x <= time_s)
@@ -30,7 +26,7 @@ def values_at(chart: Chart, time_s: float) -> dict[str, float]:
     return found
 
 
-def test_memory_adds_up_to_what_was_in_use() -> None:
+def test_memory_adds_up_to_what_was_in_use():
     chart = memory_over_step(made_record())
     assert chart.y_title == "MiB"
     at = values_at(chart, 0.9)
@@ -47,7 +43,7 @@ def test_memory_adds_up_to_what_was_in_use() -> None:
     assert step_charts(StepRecord(step=1, length_s=0.1)) == []
 
 
-def test_gradients_are_told_apart_where_somebody_could_look() -> None:
+def test_gradients_are_told_apart_where_somebody_could_look():
     grown = (Level(0.0, 0), Level(1.5, 40 * MIB), Level(2.0, 80 * MIB))
     chart = memory_over_step(made_record(gradients=grown))
     assert [series.name for series in chart.series] == [
@@ -72,7 +68,7 @@ COSTLY = {
 }
 
 
-def test_overhead_is_shown_by_cause_and_as_predicted() -> None:
+def test_overhead_is_shown_by_cause_and_as_predicted():
     unplanned = {"step": 1.0, "io/stall_s": 0.1, "io/hook_s": 0.2, "io/cpu_s": 0.1}
     free = {"step": 2.0, "plan/overhead_ratio": 0.0, "plan/predicted_overhead_ratio": 0.0}
     chart = overhead_over_run([unplanned, free, COSTLY])
@@ -101,7 +97,7 @@ CHARTS = [
 
 
 @pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.key)
-def test_matplotlib_draws_it(chart: Chart, tmp_path: Path) -> None:
+def test_matplotlib_draws_it(chart, tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
     from lightning_ssd.reports.drawing import draw_svg, save_png
 
@@ -117,7 +113,7 @@ def test_matplotlib_draws_it(chart: Chart, tmp_path: Path) -> None:
         assert any(name in tip and f"{series.y[-1]:.4g}" in tip for tip in tips)
 
 
-def test_a_sweep_is_coloured_by_mode_marked_by_model_and_begins_at_nothing() -> None:
+def test_a_sweep_is_coloured_by_mode_marked_by_model_and_begins_at_nothing():
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
     from lightning_ssd.reports.drawing import draw
 

@@ -1,13 +1,8 @@
 """Pictures reach W&B (offline) and TensorBoard, and no other logger is disturbed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +15,7 @@ CHARTS = step_charts(made_record())
 
 
 @pytest.fixture
-def wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def wandb_run(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = wandb.Settings(x_disable_stats=True, console="off", silent=True)
@@ -29,14 +24,14 @@ def wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     wandb.finish()
 
 
-def inspected(directory: Path) -> list[dict[str, Any]]:
+def inspected(directory):
     run = next((directory / "wandb").glob("offline-run-*"))
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_wandb_gets_pictures_settings_and_a_verdict(wandb_run: Any, tmp_path: Path) -> None:
+def test_wandb_gets_pictures_settings_and_a_verdict(wandb_run, tmp_path):
     import wandb
 
     assert takes_charts(wandb_run)
@@ -53,13 +48,13 @@ def test_wandb_gets_pictures_settings_and_a_verdict(wandb_run: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("experiment", [None, object(), {"log": 1}])
-def test_others_get_nothing(experiment: object) -> None:
+def test_others_get_nothing(experiment):
     assert not takes_charts(experiment)
     publish_charts(CHARTS, experiment, 3)
     publish_facts(experiment, config={"a": 1}, summary={"b": 2})
 
 
-def test_without_matplotlib_it_is_said_what_to_install(wandb_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_it_is_said_what_to_install(wandb_run, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(ImportError, match=r"'\.\[report\]'"):
         publish_charts(CHARTS, wandb_run, 1)

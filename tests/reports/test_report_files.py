@@ -1,13 +1,10 @@
 """The report as files: whole, readable again, and without any network."""
 
-from __future__ import annotations
-
 import html
 import os
 import re
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ from lightning_ssd.telemetry.stats import describe_held
 from tests.support.step_records import made_record, made_report
 
 
-def test_json_gives_the_same_report(tmp_path: Path) -> None:
+def test_json_gives_the_same_report(tmp_path):
     (tmp_path / "report.json").write_text(made_report().to_json())
     for name in (tmp_path, tmp_path / "report.json"):
         loaded = load_report(name)
@@ -30,13 +27,13 @@ def test_json_gives_the_same_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[]", '{"format": 2}', '{"format": 1}', "{", made_report().to_json().replace('"title"', '"titel"')]
 )
-def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
+def test_what_is_no_report_is_refused(content, tmp_path):
     (tmp_path / "report.json").write_text(content)
     with pytest.raises(ConfigError, match="expected a report of lightning_ssd"):
         load_report(tmp_path)
 
 
-def test_where_there_is_none_it_says_who_writes_one(tmp_path: Path) -> None:
+def test_where_there_is_none_it_says_who_writes_one(tmp_path):
     with pytest.raises(ConfigError, match="report_dir"):
         load_report(tmp_path)
 
@@ -44,23 +41,23 @@ def test_where_there_is_none_it_says_who_writes_one(tmp_path: Path) -> None:
 class _Outside(HTMLParser):
     """Collects what a browser would fetch, and the texts of headings."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.fetched: list[str] = []
-        self.headings: list[str] = []
+        self.fetched = []
+        self.headings = []
         self._in_heading = False
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self._in_heading = tag == "h2"
         self.fetched += [value or "" for name, value in attrs if name in ("src", "href")]
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self._in_heading:
             self.headings.append(data)
             self._in_heading = False
 
 
-def test_the_page_answers_and_fetches_nothing(tmp_path: Path) -> None:
+def test_the_page_answers_and_fetches_nothing(tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
     written = write_report(made_report(machine={"memory_bytes": 6 << 30}), tmp_path / "new" / "folder")
     assert [file.name for file in written] == [
@@ -91,30 +88,30 @@ def test_the_page_answers_and_fetches_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "new" / "folder").glob(".*"))
 
 
-def page_of(folder: Path, **changes: object) -> str:
+def page_of(folder, **changes):
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
     return write_report(made_report(**changes), folder)[0].read_text()
 
 
-def test_the_page_says_whether_it_fitted_and_how_nearly(tmp_path: Path) -> None:
+def test_the_page_says_whether_it_fitted_and_how_nearly(tmp_path):
     page = page_of(tmp_path, machine={"memory_bytes": 6 << 30})
     assert "<b>Yes.</b> At its peak the process held 1.50 GiB of the 6.00 GiB that there are (25 %)." in page
     assert "<b>Yes.</b>" not in page_of(tmp_path)
 
 
-def test_peaks_are_those_of_the_whole_run() -> None:
+def test_peaks_are_those_of_the_whole_run():
     """A loop that lets the peaks begin anew leaves the counters with less than the rows have."""
     metrics = {**made_report().metrics, "memory/activations_resident_peak_gib": 0.25}
     report = made_report(metrics=metrics)
     assert describe_held(report.settled_bytes, report.held("saved")) == "2.93 -> 0.25 GiB (91 % saved)"
 
 
-def test_the_page_shows_the_settings_that_differ(tmp_path: Path) -> None:
+def test_the_page_shows_the_settings_that_differ(tmp_path):
     shown = page_of(tmp_path).split("<h2>Settings</h2>")[1]
     assert re.findall("<tr><td>(.*?)</td>", shown) == ["optimizer_states", "paths"]
 
 
-def test_each_drive_has_its_rates(tmp_path: Path) -> None:
+def test_each_drive_has_its_rates(tmp_path):
     rates = {"io/write_gib_per_s": 3.0, "io/drive0_write_gib": 1.0, "io/drive1_write_gib": 1.0}
     page = page_of(tmp_path, metrics={"wear/written_tb": 1.0, **rates, "io/drive1_read_gib_per_s": 1.0})
     assert "<td>drive 0</td><td>-</td><td>-</td>" in page
@@ -123,7 +120,7 @@ def test_each_drive_has_its_rates(tmp_path: Path) -> None:
     assert "drive 2" not in page
 
 
-def test_a_run_without_anything_has_a_page(tmp_path: Path) -> None:
+def test_a_run_without_anything_has_a_page(tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
     empty = made_report(
         policy=None,
@@ -141,9 +138,7 @@ def test_a_run_without_anything_has_a_page(tmp_path: Path) -> None:
     assert "does not offload" in written[0].read_text()
 
 
-def test_without_the_libraries_the_numbers_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_libraries_the_numbers_are_written(tmp_path, monkeypatch, caplog):
     written = write_report(made_report(), tmp_path)
     assert len(written) > 2
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
@@ -153,11 +148,11 @@ def test_without_the_libraries_the_numbers_are_written(
     assert "'.[report]'" in caplog.text
 
 
-def test_a_report_that_cannot_be_written_leaves_the_former_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_cannot_be_written_leaves_the_former_one(tmp_path, monkeypatch):
     write_report(made_report(), tmp_path)
     before = (tmp_path / "report.json").read_text()
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise OSError("full")
 
     monkeypatch.setattr(os, "replace", fail)
@@ -167,7 +162,7 @@ def test_a_report_that_cannot_be_written_leaves_the_former_one(tmp_path: Path, m
     assert not list(tmp_path.glob(".*"))
 
 
-def test_rows_of_a_long_run_are_thinned_and_records_bounded() -> None:
+def test_rows_of_a_long_run_are_thinned_and_records_bounded():
     log = RunLog()
     for step in range(1, 10_001):
         log.add_row(step, {"io/write_gib": float(step)})
@@ -179,7 +174,7 @@ def test_rows_of_a_long_run_are_thinned_and_records_bounded() -> None:
     assert [record.step for record in log.records] == [2048, 4096, 8192]
 
 
-def test_numbers_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
+def test_numbers_that_json_does_not_have_are_left_out(tmp_path):
     report = made_report(metrics={"wear/drive_life_days": float("inf"), "io/stall_s": float("nan")})
     (tmp_path / "report.json").write_text(report.to_json())
     assert load_report(tmp_path).metrics == {}

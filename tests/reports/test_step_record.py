@@ -1,12 +1,9 @@
 """A recorded step tells what happened in it, to the byte, and changes no bit of what is trained."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,12 +16,12 @@ from tests.support.patience import PATIENCE_S
 from tests.support.plan_trainings import gradients, loss_of, make_model
 
 
-def offloader_in(directory: Path, activations: str = "offload") -> Offloader:
-    policy = OffloadPolicy(activations=activations, min_tensor_bytes=1024)  # type: ignore[arg-type]
+def offloader_in(directory, activations="offload"):
+    policy = OffloadPolicy(activations=activations, min_tensor_bytes=1024)
     return Offloader(policy=policy, hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True))
 
 
-def step(offloader: Offloader, model: torch.nn.Module, number: int) -> list[torch.Tensor | None]:
+def step(offloader, model, number):
     model.zero_grad()
     with offloader.saved_tensors():
         loss = loss_of(model, number)
@@ -34,7 +31,7 @@ def step(offloader: Offloader, model: torch.nn.Module, number: int) -> list[torc
     return gradients(model)
 
 
-def assert_no_reader() -> None:
+def assert_no_reader():
     """The thread that reads the memory ends by itself soon after its record."""
     deadline = time.monotonic() + PATIENCE_S
     while any(thread.name == "lightning_ssd-record" for thread in threading.enumerate()):
@@ -43,7 +40,7 @@ def assert_no_reader() -> None:
 
 
 @pytest.mark.parametrize("activations", ["offload", "keep"])
-def test_gradients_grow_in_backward(activations: str, tmp_path: Path) -> None:
+def test_gradients_grow_in_backward(activations, tmp_path):
     model = make_model()
     total = sum(p.nbytes for p in model.parameters())
     with offloader_in(tmp_path, activations) as offloader:
@@ -66,11 +63,11 @@ def test_gradients_grow_in_backward(activations: str, tmp_path: Path) -> None:
 class Forgets(torch.nn.Module):
     """Computes by functions alone, and lets go of what it has made."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(32))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         noise = torch.ones(1000)
         had = weakref.ref(noise)
         x = torch.exp(x * self.scale)
@@ -79,7 +76,7 @@ class Forgets(torch.nn.Module):
         return x.square()
 
 
-def test_each_life_names_the_innermost_module_and_holds_nothing(tmp_path: Path) -> None:
+def test_each_life_names_the_innermost_module_and_holds_nothing(tmp_path):
     inner = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU())
     model = torch.nn.Sequential(torch.nn.ModuleDict({"blocks": inner})["blocks"], Forgets())
     outside = torch.nn.Linear(32, 32)
@@ -96,17 +93,15 @@ def test_each_life_names_the_innermost_module_and_holds_nothing(tmp_path: Path) 
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
-def test_no_other_thread_looks_at_gradients_that_one_is_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_other_thread_looks_at_gradients_that_one_is_setting(tmp_path, monkeypatch):
     """Autograd sets them without the GIL: the process ended."""
     is_in_backward, may_end = threading.Event(), threading.Event()
 
-    def wait(gradient: torch.Tensor) -> None:
+    def wait(gradient):
         is_in_backward.set()
         assert may_end.wait(PATIENCE_S)
 
-    def train_slowly() -> None:
+    def train_slowly():
         with offloader.saved_tensors():
             loss = loss_of(model, 0)
         handle = next(model.parameters()).register_hook(wait)
@@ -114,7 +109,7 @@ def test_no_other_thread_looks_at_gradients_that_one_is_setting(
         handle.remove()
         offloader.end_backward()
 
-    looks: list[int] = []
+    looks = []
     real = ParameterStorages._bytes_of
     look = staticmethod(lambda tensors: (looks.append(1), real(tensors))[1])
     monkeypatch.setattr(ParameterStorages, "_bytes_of", look)
@@ -143,7 +138,7 @@ def test_no_other_thread_looks_at_gradients_that_one_is_setting(
 
 
 @pytest.mark.parametrize("activations", ["offload", "keep", "auto"])
-def test_a_record_has_what_was_saved_and_moved(activations: str, tmp_path: Path) -> None:
+def test_a_record_has_what_was_saved_and_moved(activations, tmp_path):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     with offloader_in(tmp_path, activations) as offloader:
@@ -184,7 +179,7 @@ def test_a_record_has_what_was_saved_and_moved(activations: str, tmp_path: Path)
         assert moments == sorted(moments)
 
 
-def test_recording_changes_no_bit_and_nothing_is_left(tmp_path: Path) -> None:
+def test_recording_changes_no_bit_and_nothing_is_left(tmp_path):
     model = make_model()
     with offloader_in(tmp_path) as offloader:
         offloader.register_module(model)
@@ -197,7 +192,7 @@ def test_recording_changes_no_bit_and_nothing_is_left(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, recorded, strict=True) if a is not None and b is not None)
 
 
-def test_a_record_that_nobody_ends_goes_with_the_offloader(tmp_path: Path) -> None:
+def test_a_record_that_nobody_ends_goes_with_the_offloader(tmp_path):
     with offloader_in(tmp_path) as offloader:
         assert offloader.begin_record(1)
         assert not offloader.begin_record(2), "somebody else's is under way"
@@ -205,12 +200,12 @@ def test_a_record_that_nobody_ends_goes_with_the_offloader(tmp_path: Path) -> No
     assert_no_reader()
 
 
-def test_passes_without_hooks_have_hooks_while_somebody_looks(tmp_path: Path) -> None:
+def test_passes_without_hooks_have_hooks_while_somebody_looks(tmp_path):
     model = make_model()
     with offloader_in(tmp_path, "keep") as offloader:
         offloader.register_module(model)
 
-        def named(number: int) -> None:
+        def named(number):
             with offloader.saved_tensors(signature="same"):
                 loss = loss_of(model, number)
             loss.backward()
@@ -227,7 +222,7 @@ def test_passes_without_hooks_have_hooks_while_somebody_looks(tmp_path: Path) ->
     assert {life.fate for life in record.lives} == {"kept"}
 
 
-def test_of_many_changes_the_peaks_stay() -> None:
+def test_of_many_changes_the_peaks_stay():
     recorder = StepRecorder(1, lambda: 5, expected_s=0.01)
     for key in range(9000):
         recorder.saved(key, 10)
@@ -241,8 +236,8 @@ def test_of_many_changes_the_peaks_stay() -> None:
     assert isinstance(record.activations[0], Bytes)
 
 
-def test_readings_that_fail_are_left_out() -> None:
-    def full() -> int:
+def test_readings_that_fail_are_left_out():
+    def full():
         raise OSError(24, "Too many open files")
 
     recorder = StepRecorder(1, full, expected_s=0.001)
@@ -251,14 +246,14 @@ def test_readings_that_fail_are_left_out() -> None:
     assert_no_reader()
 
 
-def test_a_length_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_length_that_is_none_is_refused(tmp_path):
     for expected_s in (0.0, -1.0, float("nan"), float("inf")):
         with offloader_in(tmp_path) as offloader, pytest.raises(ConfigError, match="expected_s"):
             offloader.begin_record(1, expected_s=expected_s)
 
 
 @pytest.mark.parametrize("activations", ["offload", "keep"])
-def test_each_forward_of_a_step_is_recorded(activations: str, tmp_path: Path) -> None:
+def test_each_forward_of_a_step_is_recorded(activations, tmp_path):
     model = make_model()
     with offloader_in(tmp_path, activations) as offloader:
         offloader.register_module(model)

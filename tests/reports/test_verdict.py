@@ -1,14 +1,10 @@
 """The verdict: settled numbers first, at most three short lines, one next step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from lightning_ssd.reports.run_report import RunReport
-from lightning_ssd.reports.verdict import Verdict, judge
+from lightning_ssd.reports.verdict import judge
 from tests.support.step_records import MIB, made_report
 
 STATS = {
@@ -23,15 +19,15 @@ POLICY = made_report().policy or {}
 STATES = {"state_bytes": 800 * MIB, "resident_peak_bytes": 50 * MIB, "written_bytes": 100 * MIB, "read_bytes": 0}
 
 
-def run(**changes: Any) -> RunReport:
+def run(**changes):
     return made_report(**{"stats": STATS, "records": (), **changes})
 
 
-def line(verdict: Verdict, label: str) -> str:
+def line(verdict, label):
     return dict(verdict.lines).get(label, "")
 
 
-def test_the_settled_value_comes_first_and_not_the_highest() -> None:
+def test_the_settled_value_comes_first_and_not_the_highest():
     report = run()
     assert judge(report).text() == (
         "lightning_ssd: saved activations 2.93 -> 0.47 GiB (84 % saved), cost 1.0 % of the step time\n"
@@ -44,7 +40,7 @@ def test_the_settled_value_comes_first_and_not_the_highest() -> None:
     assert "(0 %" not in judge(report).text()
 
 
-def test_before_a_pass_has_ended_the_peak_is_all_there_is() -> None:
+def test_before_a_pass_has_ended_the_peak_is_all_there_is():
     assert run(stats={**STATS, "settled_peak_bytes": 0, "resident_peak_bytes": 600 * MIB}).saved_pct == 80
 
 
@@ -137,19 +133,19 @@ def test_before_a_pass_has_ended_the_peak_is_all_there_is() -> None:
         ),
     ],
 )
-def test_headlines(changes: dict[str, Any], headline: str, next_step: str) -> None:
+def test_headlines(changes, headline, next_step):
     verdict = judge(run(**changes))
     assert headline in verdict.headline
     assert next_step in verdict.next_step
 
 
-def test_budgets_are_said_to_be_kept_or_not() -> None:
+def test_budgets_are_said_to_be_kept_or_not():
     policy = {**POLICY, "activation_budget": "3GiB", "memory_budget": "1GiB"}
     memory = line(judge(run(policy=policy)), "memory")
     assert "activation_budget='3GiB' kept, memory_budget='1GiB' exceeded (1.50 GiB), maybe before training" in memory
 
 
-def test_states_and_weights_have_a_line_of_their_own() -> None:
+def test_states_and_weights_have_a_line_of_their_own():
     weights = {"weights_bytes": 4096 * MIB, "weights_resident_peak_bytes": 1024 * MIB, "weights_kept_bytes": MIB}
     verdict = judge(run(optimizers=(STATES, STATES), stats={**STATS, **weights}))
     assert line(verdict, "besides") == (
@@ -159,19 +155,19 @@ def test_states_and_weights_have_a_line_of_their_own() -> None:
     assert "2.15 GiB written" in line(verdict, "drives")
 
 
-def test_failures_are_not_hushed_up() -> None:
+def test_failures_are_not_hushed_up():
     drives = line(judge(run(stats={**STATS, "failures": 3, "fallbacks": 2})), "drives")
     assert "3 transfers failed, 2 made good" in drives
 
 
-def test_nothing_is_claimed_without_a_number() -> None:
+def test_nothing_is_claimed_without_a_number():
     verdict = judge(run(metrics={}, step_s=0.0, plan=None))
     assert "cost" not in verdict.headline
     assert "%" not in line(verdict, "drives")
     assert line(verdict, "memory") == ""
 
 
-def test_at_most_three_lines_and_whose_numbers_they_are() -> None:
+def test_at_most_three_lines_and_whose_numbers_they_are():
     verdict = judge(replace(run(optimizers=(STATES,)), num_processes=4))
     assert len(verdict.lines) == 3
     assert verdict.headline.endswith("(process 1 of 4)")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -23,30 +21,30 @@ class Sample:
     late: torch.Tensor = field(init=False)
 
 
-class BatchEncoding(UserDict):  # type: ignore[type-arg]  # as that of Hugging Face's tokenizers
-    def __getattr__(self, name: str) -> Any:
+class BatchEncoding(UserDict):  # as that of Hugging Face's tokenizers
+    def __getattr__(self, name):
         return self.data[name]
 
 
-def network() -> nn.Sequential:
+def network():
     return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
 
 
 NET = network()
 
 
-def signature(*arguments: Any, module: nn.Module = NET) -> Hashable:
+def signature(*arguments, module=NET):
     result = signature_of((arguments, {}), module)
     hash(result)
     return result
 
 
-def nested(layout: torch.layout, *lengths: int) -> torch.Tensor:
+def nested(layout, *lengths):
     return torch.nested.nested_tensor([torch.zeros(n, 4) for n in lengths], layout=layout)
 
 
 one, two, three = (torch.zeros(n) for n in (1, 2, 3))
-WRAPPED: list[Callable[[torch.Tensor], Any]] = [
+WRAPPED = [
     lambda x: x,
     lambda x: [x, one],
     lambda x: (one, x),
@@ -60,19 +58,19 @@ WRAPPED: list[Callable[[torch.Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("wrap", WRAPPED)
-def test_values_do_not_matter_shapes_and_types_do(wrap: Callable[[torch.Tensor], Any]) -> None:
+def test_values_do_not_matter_shapes_and_types_do(wrap):
     of = lambda x: signature(wrap(x), 0)  # noqa: E731
     assert of(torch.zeros(3, 2)) == of(torch.randn(3, 2))
     assert len({of(torch.zeros(3, 2)), of(torch.zeros(2, 2)), of(torch.zeros(6)), of(torch.zeros(3, 2).long())}) == 4
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_other_numbers_do_not_matter_counts_and_names_do() -> None:
+def test_other_numbers_do_not_matter_counts_and_names_do():
     assert signature([two], 0) == signature([two], 17)
     assert signature({"x": two, "id": "a"}) == signature({"x": two, "id": "b"})
     assert signature_of(((two,), {"batch_idx": 1}), NET) == signature_of(((two,), {"batch_idx": 2}), NET)
     assert signature({17: two}) == signature({18: two}), "keys that are no names"
-    circle: dict[str, Any] = {"x": two}
+    circle = {"x": two}
     circle["self"] = circle
     assert signature(circle) == signature(circle)
     assert len({signature([two]), signature([two, two]), signature([two, None])}) == 3
@@ -87,12 +85,12 @@ def test_other_numbers_do_not_matter_counts_and_names_do() -> None:
     signature(packed, torch.zeros(2, 2).to_sparse(), {1, 2}, object(), Sample, iter([]), None, slice(3))
 
 
-def _freeze(which: int) -> Callable[[nn.Sequential], object]:
+def _freeze(which):
     """One side of a GAN is trained."""
     return lambda net: [part.requires_grad_(number != which) for number, part in enumerate(net)]
 
 
-CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+CHANGES = {
     "nothing": lambda net: None,
     "evaluation": nn.Module.eval,
     "evaluation of a part": lambda net: net[1].eval(),
@@ -103,7 +101,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 }
 
 
-def test_modes_and_what_is_trained_of_any_part_matter() -> None:
+def test_modes_and_what_is_trained_of_any_part_matter():
     found = []
     for change in CHANGES.values():
         net = network()
@@ -115,14 +113,14 @@ def test_modes_and_what_is_trained_of_any_part_matter() -> None:
     assert signature(two, module=network().eval().train()) == plain
 
 
-def test_a_module_in_two_places_or_above_itself_is_no_error() -> None:
+def test_a_module_in_two_places_or_above_itself_is_no_error():
     shared = nn.Linear(2, 2)
     net = nn.ModuleList([shared, shared])
     shared.register_module("owner", net)
     assert signature(module=net) == signature(module=net)
 
 
-def test_autocast_matters() -> None:
+def test_autocast_matters():
     plain = signature(two)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert signature(two) != plain

@@ -1,14 +1,11 @@
 """``OffloadCallback`` with strategies that are not ours: the bits of the Trainer without it, in both packages."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch
 import pytest
@@ -34,32 +31,32 @@ PACKAGES = {
 
 
 @pytest.fixture(params=PACKAGES)
-def package(request: pytest.FixtureRequest) -> Any:
+def package(request):
     """One of Lightning's packages, and the tests' Trainers and modules over it."""
     return PACKAGES[request.param]
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch):
+def _small(monkeypatch):
     monkeypatch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 192 << 10)
     with trainers.one_thread():
         yield
 
 
-def offloading(directory: Path, **policy: Any) -> OffloadCallback:
+def offloading(directory, **policy):
     settings = {"activations": "offload", "optimizer_states": "offload", "min_tensor_bytes": 4096} | policy
     hardware = HardwareProfile(paths=[directory / "spill"], allow_unsuitable_paths=True)
     return OffloadCallback(policy=OffloadPolicy(**settings), hardware=hardware)
 
 
-def everything(trainer: Any, module: Any) -> dict[str, Any]:
+def everything(trainer, module):
     states = [optimizer.state_dict() for optimizer in trainer.optimizers]
     for saved in states:
         saved["state"] = dict(sorted(saved["state"].items()))  # plainly in the order of the first gradients
     return {"losses": module.losses, "weights": copy.deepcopy(module.state_dict()), "states": states}
 
 
-def assert_equal_with_it(tools: Any, make: Any, callback: OffloadCallback, directory: Path, **settings: Any) -> Any:
+def assert_equal_with_it(tools, make, callback, directory, **settings):
     """Train without the callback and with it; return the second Trainer."""
     make_strategy = settings.pop("make_strategy", lambda: "auto")
     more = settings.pop("callbacks", [])
@@ -92,7 +89,7 @@ def assert_equal_with_it(tools: Any, make: Any, callback: OffloadCallback, direc
 @pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones")
 @pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
-def test_bitwise_equal_to_the_trainer_without_it(package, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+def test_bitwise_equal_to_the_trainer_without_it(package, tmp_path, name, settings):
     tools, callback = package[1], offloading(tmp_path)
     make = partial(tools.ManualNet, through_lightning=False) if "past" in name else getattr(tools, name)
     trainer = assert_equal_with_it(tools, make, callback, tmp_path, **settings)
@@ -103,26 +100,26 @@ def test_bitwise_equal_to_the_trainer_without_it(package, tmp_path: Path, name: 
     assert_nothing_left(tmp_path)
 
 
-def test_a_strategy_of_the_project(package, tmp_path: Path) -> None:
+def test_a_strategy_of_the_project(package, tmp_path):
     """That does what strategies do in its own way."""
     library, tools = package
 
     class Mine(library.strategies.SingleDeviceStrategy):
         steps = 0
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(device="cpu")
 
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        def training_step(self, *args, **kwargs):
             self.steps += 1
             return self.lightning_module.training_step(*args, **kwargs)
 
-        def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        def backward(self, closure_loss, optimizer, *args, **kwargs):
             self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
             closure_loss.backward()
             return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
-        def teardown(self) -> None:
+        def teardown(self):
             super().teardown()
             self.steps = -self.steps
 
@@ -134,7 +131,7 @@ def test_a_strategy_of_the_project(package, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
-def test_checkpoints_are_ordinary_ones_in_both_directions(package, tmp_path: Path) -> None:
+def test_checkpoints_are_ordinary_ones_in_both_directions(package, tmp_path):
     library, tools = package
     found = []
     for writer in ([], [offloading(tmp_path)]):
@@ -152,7 +149,7 @@ def test_checkpoints_are_ordinary_ones_in_both_directions(package, tmp_path: Pat
         assert_identical(other, found[0])
 
 
-def test_a_finder_tries_plain_steps(tmp_path: Path) -> None:
+def test_a_finder_tries_plain_steps(tmp_path):
     finder = partial(lightning.pytorch.callbacks.BatchSizeFinder, steps_per_trial=2, init_val=16, max_trials=2)
     found = []
     for more in ([], [offloading(tmp_path)]):
@@ -163,13 +160,11 @@ def test_a_finder_tries_plain_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("log_metrics", [True, False])
-def test_a_logger_is_enough_for_numbers_and_verdict(
-    log_metrics: bool, package: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_logger_is_enough_for_numbers_and_verdict(log_metrics, package, tmp_path, caplog):
     callback, seen = offloading(tmp_path), []
 
-    class Watched(package[1].Net):  # type: ignore[misc]
-        def on_train_start(self) -> None:
+    class Watched(package[1].Net):
+        def on_train_start(self):
             seen.extend(type(one) for one in self.trainer.callbacks)
 
     callback.log_metrics = log_metrics
@@ -190,7 +185,7 @@ def test_a_logger_is_enough_for_numbers_and_verdict(
 # -- its life ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_trainer_of_the_same_arguments_and_copies(package, tmp_path: Path) -> None:
+def test_a_second_trainer_of_the_same_arguments_and_copies(package, tmp_path):
     """And a second fit of one Trainer."""
     tools, callback = package[1], offloading(tmp_path)
     kwargs = {"callbacks": [callback]}
@@ -215,9 +210,9 @@ def test_a_second_trainer_of_the_same_arguments_and_copies(package, tmp_path: Pa
     assert_nothing_left(tmp_path)
 
 
-def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_error_leaves_nothing_behind(tmp_path):
     class Failing(trainers.Net):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(self, batch, batch_idx):
             if batch_idx == 3:
                 raise ZeroDivisionError("on purpose")
 
@@ -232,14 +227,14 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["parameters", "gradients"])
-def test_weights_and_gradients_need_a_strategy(name: str) -> None:
+def test_weights_and_gradients_need_a_strategy(name):
     policy = OffloadPolicy(optimizer_states="offload", **{name: "offload"})
     line = r"train with Trainer\(strategy=SSDOffloadStrategy\(policy=...\)\), or SSDOffloadFSDPStrategy for shards"
     with pytest.raises(ConfigError, match=rf"OffloadPolicy\.{name}='offload', .* Write {name}='keep', or {line}"):
         OffloadCallback(policy=policy)
 
 
-def test_two_that_offload_are_refused(tmp_path: Path) -> None:
+def test_two_that_offload_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"and another OffloadCallback, and only one of them .* unset LIGHTNING_SSD"):
         trainers.fit(trainers.Net, "auto", tmp_path, callbacks=[offloading(tmp_path), offloading(tmp_path)])
     with pytest.raises(ConfigError, match=r"and strategy=SSDOffloadStrategy, and only one .*\. Remove the callback"):
@@ -247,12 +242,12 @@ def test_two_that_offload_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [FSDPStrategy, pytorch_lightning.strategies.FSDPStrategy])
-def test_strategies_that_have_not_been_tried_are_refused(kind: Any, tmp_path: Path) -> None:
+def test_strategies_that_have_not_been_tried_are_refused(kind, tmp_path):
     class Mine(kind):
         """Lightning asks for its own class alone whether it is on a GPU."""
 
     callback = offloading(tmp_path)
-    trainer: Any = SimpleNamespace(strategy=Mine(), callbacks=[callback])
+    trainer = SimpleNamespace(strategy=Mine(), callbacks=[callback])
     with pytest.raises(ConfigError, match=r"strategy=Mine: FSDPStrategy frees .*\. Use another .*\"ssd_offload_fsdp\""):
         callback.setup(trainer, trainers.Net(), "fit")
     callback.setup(trainer, trainers.Net(), "validate")
@@ -261,7 +256,7 @@ def test_strategies_that_have_not_been_tried_are_refused(kind: Any, tmp_path: Pa
 # -- from the environment ---------------------------------------------------------------------------------------------
 
 
-def test_the_environment_names_a_policy_or_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_names_a_policy_or_a_file(monkeypatch, tmp_path):
     named = {
         "offload": OffloadPolicy(activations="offload"),
         "auto": OffloadPolicy(),
@@ -286,16 +281,12 @@ def test_the_environment_names_a_policy_or_a_file(monkeypatch: pytest.MonkeyPatc
         ("file", "policy: {", r"'file' is no file of settings: .*\. Write the sections .*, such as `policy: {"),
         ("file", "- 1", r"no file of settings: .*\. Write the sections policy and hardware"),
         ("file", "offload: {}", r"no file of settings: .*'offload'\. Write the sections policy and hardware"),
-        (
-            "file",
-            "policy: {activation: offload}",
-            r"policy\.activation='offload' is no setting\. Write one of acti",
-        ),
+        ("file", "policy: {activation: offload}", r"policy\.activation='offload' is no setting\. Write one of acti"),
         ("file", "policy: {activations: of}", r"OffloadPolicy\.activations='of' is not possible"),
         ("everything", None, r"OffloadPolicy\.parameters='offload', .* Write parameters='keep'"),
     ],
 )
-def test_a_wrong_environment_is_refused(monkeypatch, tmp_path: Path, text: str, content: str | None, message: str):
+def test_a_wrong_environment_is_refused(monkeypatch, tmp_path, text, content, message):
     monkeypatch.chdir(tmp_path)
     if content is not None:
         (tmp_path / text).write_text(content)

@@ -1,15 +1,11 @@
 """Checkpoints that are streamed: Lightning's own files, whole or not at all, without a copy in memory."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ from tests.support.interrupted_points import PointsIn
 MIB = 1 << 20
 
 
-def checkpoint() -> dict[str, Any]:
+def checkpoint():
     shared = torch.arange(5000.0)
     return {
         "state_dict": {"weight": torch.rand(300, 40), "half": torch.rand(7).bfloat16(), "empty": torch.empty(0, 3)},
@@ -40,9 +36,7 @@ def checkpoint() -> dict[str, Any]:
 
 @pytest.mark.parametrize("reader", [TorchCheckpointIO, StreamedCheckpointIO])
 @pytest.mark.parametrize("writer", [TorchCheckpointIO, StreamedCheckpointIO])
-def test_each_reads_what_the_other_wrote(
-    writer: type[TorchCheckpointIO], reader: type[TorchCheckpointIO], tmp_path: Path
-) -> None:
+def test_each_reads_what_the_other_wrote(writer, reader, tmp_path):
     path = tmp_path / "new" / "last.ckpt"
     saved = checkpoint()
     writer().save_checkpoint(saved, path)
@@ -51,7 +45,7 @@ def test_each_reads_what_the_other_wrote(
     assert_identical(torch.load(path), saved)
 
 
-def test_what_is_loaded_may_be_changed_and_the_file_stays(tmp_path: Path) -> None:
+def test_what_is_loaded_may_be_changed_and_the_file_stays(tmp_path):
     path, streamed = tmp_path / "last.ckpt", StreamedCheckpointIO()
     saved = checkpoint()
     streamed.save_checkpoint(saved, path)
@@ -66,7 +60,7 @@ def test_what_is_loaded_may_be_changed_and_the_file_stays(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("form", [str, lambda path: f"file://{path}", lambda path: os.path.relpath(path)])
-def test_every_name_of_a_local_file(form: Callable[[Path], str], tmp_path: Path) -> None:
+def test_every_name_of_a_local_file(form, tmp_path):
     path, streamed = tmp_path / "below" / "last.ckpt", StreamedCheckpointIO()
     streamed.save_checkpoint({"a": torch.ones(3)}, form(path))
     assert os.listdir(path.parent) == ["last.ckpt"]
@@ -79,12 +73,12 @@ def test_every_name_of_a_local_file(form: Callable[[Path], str], tmp_path: Path)
 
 
 class Unpicklable:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         raise ZeroDivisionError("sabotage")
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_save_that_fails_leaves_what_was_there(there: bool, tmp_path: Path) -> None:
+def test_a_save_that_fails_leaves_what_was_there(there, tmp_path):
     path, streamed = tmp_path / "last.ckpt", StreamedCheckpointIO()
     if there:
         streamed.save_checkpoint({"a": torch.ones(3)}, path)
@@ -94,7 +88,7 @@ def test_a_save_that_fails_leaves_what_was_there(there: bool, tmp_path: Path) ->
     assert not there or torch.equal(torch.load(path)["a"], torch.ones(3))
 
 
-def test_an_interrupt_before_the_first_record_does_not_end_the_process(tmp_path: Path) -> None:
+def test_an_interrupt_before_the_first_record_does_not_end_the_process(tmp_path):
     """Found by SIGINT at random moments. The writer outlives the file, and PyTorch then ends the archive in C++."""
     path = tmp_path / "last.ckpt"
     script = """
@@ -120,14 +114,14 @@ print("alive")
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "fchmod"])
-def test_a_full_drive_leaves_the_old_file(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_drive_leaves_the_old_file(call, tmp_path, monkeypatch):
     path, streamed = tmp_path / "last.ckpt", StreamedCheckpointIO()
     streamed.save_checkpoint({"a": torch.ones(3)}, path)
 
-    calls: list[str] = []
+    calls = []
 
-    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*arguments: Any) -> Any:
+    def noted(name, real):
+        def note(*arguments):
             calls.append(name)
             if name == call:
                 raise OSError(28, "No space left on device")
@@ -146,7 +140,7 @@ def test_a_full_drive_leaves_the_old_file(call: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
-def test_permissions_are_as_the_umask_says(mask: int, mode: int, tmp_path: Path) -> None:
+def test_permissions_are_as_the_umask_says(mask, mode, tmp_path):
     before = os.umask(mask)
     try:
         StreamedCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "last.ckpt")
@@ -160,7 +154,7 @@ def test_permissions_are_as_the_umask_says(mask: int, mode: int, tmp_path: Path)
 # -- Lightning's way ---------------------------------------------------------------------------------------------------
 
 
-def test_what_goes_elsewhere_goes_lightnings_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_elsewhere_goes_lightnings_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     streamed, saved, url = StreamedCheckpointIO(), checkpoint(), "memory://below/last.ckpt"
     streamed.save_checkpoint(saved, url)
@@ -170,13 +164,13 @@ def test_what_goes_elsewhere_goes_lightnings_way(tmp_path: Path, monkeypatch: py
     assert os.listdir(tmp_path) == []
 
 
-def test_files_of_the_old_format_are_read(tmp_path: Path) -> None:
+def test_files_of_the_old_format_are_read(tmp_path):
     saved = checkpoint()
     torch.save(saved, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
     assert_identical(StreamedCheckpointIO().load_checkpoint(tmp_path / "old.ckpt"), saved)
 
 
-def test_mistakes_get_lightnings_messages(tmp_path: Path) -> None:
+def test_mistakes_get_lightnings_messages(tmp_path):
     streamed = StreamedCheckpointIO()
     with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: .*nowhere\.ckpt"):
         streamed.load_checkpoint(tmp_path / "nowhere.ckpt")
@@ -188,18 +182,18 @@ def test_mistakes_get_lightnings_messages(tmp_path: Path) -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes():
     text = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("RssAnon:")))
 
 
-def extra_bytes(work: Callable[[], Any]) -> tuple[int, Any]:
+def extra_bytes(work):
     """By how much anonymous memory grows at most while something runs, and what it gives."""
     trim()  # what other tests have left resident in malloc's holes would be used without any growth
     begin, stop = anonymous_bytes(), threading.Event()
     peaks = [begin]
 
-    def watch() -> None:
+    def watch():
         while not stop.wait(0.002):
             peaks.append(anonymous_bytes())
 
@@ -215,7 +209,7 @@ def extra_bytes(work: Callable[[], Any]) -> tuple[int, Any]:
 
 
 @pytest.fixture
-def states(spill_dir: Path) -> Iterator[dict[str, Any]]:
+def states(spill_dir):
     """100 MB of states that are on the drive alone."""
     parameters = [torch.nn.Parameter(torch.rand(1_250_000)) for _ in range(10)]
     for parameter in parameters:
@@ -229,7 +223,7 @@ def states(spill_dir: Path) -> Iterator[dict[str, Any]]:
         yield {"optimizer_states": [found]}
 
 
-def test_states_on_ssd_do_not_pass_through_memory(states: dict[str, Any], spill_dir: Path) -> None:
+def test_states_on_ssd_do_not_pass_through_memory(states, spill_dir):
     streamed, path = StreamedCheckpointIO(), spill_dir / "last.ckpt"
     extra, _ = extra_bytes(lambda: streamed.save_checkpoint(states, path))
     assert extra < 40 * MIB
@@ -238,12 +232,12 @@ def test_states_on_ssd_do_not_pass_through_memory(states: dict[str, Any], spill_
     assert_identical(loaded, states)
 
 
-def test_the_measurement_sees_lightnings_copy(states: dict[str, Any], spill_dir: Path) -> None:
+def test_the_measurement_sees_lightnings_copy(states, spill_dir):
     extra, _ = extra_bytes(lambda: TorchCheckpointIO().save_checkpoint(states, spill_dir / "last.ckpt"))
     assert extra > 75 * MIB
 
 
-def test_an_interrupt_leaves_the_mask_of_new_files() -> None:
+def test_an_interrupt_leaves_the_mask_of_new_files():
     points, before = PointsIn("strategies/checkpoint_io.py"), checkpoint_io._umask()
     while (where := points.interrupt(checkpoint_io._umask)) is not None:
         assert checkpoint_io._umask() == before, where

@@ -1,20 +1,16 @@
 """``Fabric(strategy="ssd_offload")``: the same bits as Fabric's own strategies, checkpoints, one device."""
 
-from __future__ import annotations
-
 import gc
 import os
-from pathlib import Path
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ssd import HardwareProfile, OffloadPolicy, OffloadStats
+from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
@@ -30,7 +26,7 @@ def _one_thread():
     gc.collect()  # a Fabric is a cycle
 
 
-def assert_moved(stats: OffloadStats) -> None:
+def assert_moved(stats):
     assert stats.bytes_written > 0, "nothing was written"
     assert stats.bytes_read > 0, "nothing was read"
     assert stats.failures == 0
@@ -86,7 +82,7 @@ def test_plans_are_made_and_a_budget_is_kept(tmp_path, own_backward):
     assert strategy.offloader.trace is not None
 
 
-def adversaries(fabric: Fabric) -> list[torch.Tensor]:
+def adversaries(fabric):
     """Two models, two optimizers; several forwards before one backward, and one that belongs to both."""
     torch.manual_seed(5)
     maker, judge = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 16)), nn.Linear(16, 1)
@@ -119,7 +115,7 @@ def test_two_models_with_an_optimizer_each(tmp_path):
     assert len(fabric.strategy.offloader.optimizer_stats) == 2
 
 
-def scheduled(fabric: Fabric) -> list[torch.Tensor]:
+def scheduled(fabric):
     """A scheduler that was set up, one of the optimizer that came back, a closure, ``fabric.autocast``."""
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
@@ -130,7 +126,7 @@ def scheduled(fabric: Fabric) -> list[torch.Tensor]:
     other = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2)
     seen = []
 
-    def closure() -> torch.Tensor:
+    def closure():
         optimizer.zero_grad()
         with fabric.autocast():
             loss = (model(torch.randn(32, 16)) @ torch.ones(16, 1)).square().mean()
@@ -183,7 +179,7 @@ def test_a_compiled_module_is_compiled_as_without_us(tmp_path, how):
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def saved(fabric: Fabric, path: Path) -> dict[str, object]:
+def saved(fabric, path):
     """Train two steps and save; the rest of the state is the user's own."""
     torch.manual_seed(3)
     model, optimizer = fabric.setup(net := Gpt(), torch.optim.AdamW(net.parameters(), lr=1e-2))
@@ -192,7 +188,7 @@ def saved(fabric: Fabric, path: Path) -> dict[str, object]:
     return more_steps(fabric, model, optimizer, seed=2)
 
 
-def resumed(fabric: Fabric, path: Path) -> dict[str, object]:
+def resumed(fabric, path):
     torch.manual_seed(4)
     model, optimizer = fabric.setup(net := Gpt(), torch.optim.AdamW(net.parameters(), lr=1e-2))
     state = {"model": model, "optimizer": optimizer, "step": 0}

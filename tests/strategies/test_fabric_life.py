@@ -1,7 +1,5 @@
 """What Fabric's strategy covers, the life of its offloader, and the names that it refuses."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -28,7 +26,7 @@ def _one_thread():
     gc.collect()  # a Fabric is a cycle
 
 
-def hooks_are_installed() -> bool:
+def hooks_are_installed():
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -53,7 +51,7 @@ def test_nothing_is_opened_without_gradients(tmp_path):
 def test_more_than_the_forward_can_be_covered(tmp_path):
     """One pass for two forwards and the loss between them; without it, what the loss saves is kept."""
 
-    def bytes_saved(*, covered: bool) -> int:
+    def bytes_saved(*, covered):
         fabric = make_fabric(ours(tmp_path / f"covered-{covered}"))
         model = fabric.setup_module(nn.Linear(16, 16))
         strategy, x = fabric.strategy, torch.ones(512, 16)

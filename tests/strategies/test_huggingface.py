@@ -1,11 +1,7 @@
 """The Trainer of transformers with ``OffloadTrainerMixin``: what it trains, and what it refuses."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +17,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Texts(torch.utils.data.Dataset[Mapping[str, torch.Tensor]]):
-    def __len__(self) -> int:
+    def __len__(self):
         return 24
 
-    def __getitem__(self, index: int) -> Mapping[str, torch.Tensor]:
+    def __getitem__(self, index):
         tokens = torch.randint(0, 97, (64,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": tokens, "labels": tokens}
 
@@ -38,7 +34,7 @@ class Ours(OffloadTrainerMixin, transformers.Trainer):
     )
 
 
-def make(kind: type, directory: Path, **options: Any) -> Any:
+def make(kind, directory, **options):
     transformers.set_seed(0)
     config = transformers.GPT2Config(
         n_layer=2, n_embd=64, n_head=2, vocab_size=97, n_positions=64, bos_token_id=None, eos_token_id=None
@@ -57,12 +53,12 @@ def make(kind: type, directory: Path, **options: Any) -> Any:
     return kind(model=transformers.GPT2LMHeadModel(config), args=arguments, train_dataset=Texts(), eval_dataset=Texts())
 
 
-def train(trainer: Any, **options: Any) -> None:
+def train(trainer, **options):
     transformers.set_seed(1)  # dropout and the order of the data come from the process's random numbers
     trainer.train(**options)
 
 
-def assert_equal(plain: Any, ours: Any) -> None:
+def assert_equal(plain, ours):
     for (name, one), other in zip(plain.model.named_parameters(), ours.model.parameters(), strict=True):
         assert torch.equal(one, other), name
     states, others = plain.optimizer.state_dict()["state"], ours.optimizer.state_dict()["state"]
@@ -88,7 +84,7 @@ def assert_equal(plain: Any, ours: Any) -> None:
     ],
     ids=["plain", "checkpointing", "reentrant", "accumulation", "evaluation"],
 )
-def test_a_trainer_of_transformers_trains_the_same_bits(spill_dir: Path, options: dict[str, Any]) -> None:
+def test_a_trainer_of_transformers_trains_the_same_bits(spill_dir, options):
     plain, ours = (make(kind, spill_dir / kind.__name__, **options) for kind in (transformers.Trainer, Ours))
     for trainer in (plain, ours):
         train(trainer)
@@ -102,7 +98,7 @@ def test_a_trainer_of_transformers_trains_the_same_bits(spill_dir: Path, options
     assert type(ours.optimizer.optimizer) is type(plain.optimizer.optimizer)
 
 
-def test_a_second_train_and_a_resumed_one_go_on(spill_dir: Path) -> None:
+def test_a_second_train_and_a_resumed_one_go_on(spill_dir):
     plain, ours = (
         make(kind, spill_dir / kind.__name__, save_strategy="steps", save_steps=4)
         for kind in (transformers.Trainer, Ours)
@@ -118,9 +114,9 @@ def test_a_second_train_and_a_resumed_one_go_on(spill_dir: Path) -> None:
     assert_equal(once, resumed)
 
 
-def test_an_error_in_a_step_reaches_the_user_and_closes_files(spill_dir: Path) -> None:
+def test_an_error_in_a_step_reaches_the_user_and_closes_files(spill_dir):
     class Failing(Ours):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        def compute_loss(self, *args, **kwargs):
             loss = super().compute_loss(*args, **kwargs)
             if self.state.global_step == 2:
                 raise ArithmeticError("the user's own")
@@ -134,7 +130,7 @@ def test_an_error_in_a_step_reaches_the_user_and_closes_files(spill_dir: Path) -
 
 
 @pytest.mark.parametrize("name", ["parameters", "gradients"])
-def test_weights_and_gradients_are_refused_with_the_line_to_write(spill_dir: Path, name: str) -> None:
+def test_weights_and_gradients_are_refused_with_the_line_to_write(spill_dir, name):
     trainer = make(Ours, spill_dir)
     trainer.policy = OffloadPolicy(optimizer_states="offload", **{"parameters": "offload", name: "offload"})
     with pytest.raises(ConfigError, match=r"Write parameters='keep', or train with Trainer"):
@@ -143,21 +139,21 @@ def test_weights_and_gradients_are_refused_with_the_line_to_write(spill_dir: Pat
 
 
 @pytest.mark.parametrize("attribute", ["is_fsdp_enabled", "is_deepspeed_enabled"])
-def test_sharded_trainers_are_refused(spill_dir: Path, attribute: str) -> None:
+def test_sharded_trainers_are_refused(spill_dir, attribute):
     trainer = make(Ours, spill_dir)
     setattr(trainer, attribute, True)
     with pytest.raises(ConfigError, match="has not been tried"):
         trainer.train()
 
 
-def test_without_paths_files_lie_in_the_output_directory(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_paths_files_lie_in_the_output_directory(spill_dir, monkeypatch):
     monkeypatch.delenv("LIGHTNING_SSD_PATHS", raising=False)
     seen = []
 
     class Watching(Ours):
         hardware = HardwareProfile()
 
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        def training_step(self, *args, **kwargs):
             seen.append(self.offloader.description)
             return super().training_step(*args, **kwargs)
 
@@ -171,18 +167,18 @@ def test_without_paths_files_lie_in_the_output_directory(spill_dir: Path, monkey
 class Lookahead(torch.optim.Optimizer):
     """Steps another optimizer, and counts."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer):
         self.optimizer = optimizer
         self.num_steps = 0
         super().__init__(optimizer.param_groups, {})
         self.param_groups = optimizer.param_groups
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         self.num_steps += 1
         return self.optimizer.step(closure)
 
 
-def test_a_wrapping_optimizer_is_stepped_itself(spill_dir: Path) -> None:
+def test_a_wrapping_optimizer_is_stepped_itself(spill_dir):
     trainer = make(Ours, spill_dir)
     trainer.policy = OffloadPolicy(activations="offload", min_tensor_bytes=1024)
     trainer.optimizer = lookahead = Lookahead(torch.optim.AdamW(trainer.model.parameters(), lr=1e-3))
@@ -195,14 +191,12 @@ def test_a_wrapping_optimizer_is_stepped_itself(spill_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("at", "error"), [(3, KeyboardInterrupt), (4, StorageError)])
-def test_an_update_that_was_broken_off_is_never_gone_on_with(
-    at: int, error: type, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_was_broken_off_is_never_gone_on_with(at, error, spill_dir, monkeypatch):
     """Some weights are new and some are not: neither a checkpoint nor a step may follow."""
     module = importlib.import_module("torch.optim.adam")
     adam, calls = module.adam, []
 
-    def broken(*args: Any, **kwargs: Any) -> None:
+    def broken(*args, **kwargs):
         adam(*args, **kwargs)
         calls.append(None)
         if len(calls) == at:
@@ -223,16 +217,16 @@ def test_an_update_that_was_broken_off_is_never_gone_on_with(
 # -- methods that go past ours -----------------------------------------------------------------------------------------
 
 
-def test_bases_in_the_other_order_are_refused() -> None:
+def test_bases_in_the_other_order_are_refused():
     with pytest.raises(ConfigError, match=r"Write class Reversed\(OffloadTrainerMixin, Trainer\)"):
 
         class Reversed(transformers.Trainer, OffloadTrainerMixin):
             pass
 
 
-def test_a_create_optimizer_that_goes_past_ours_is_refused(spill_dir: Path) -> None:
+def test_a_create_optimizer_that_goes_past_ours_is_refused(spill_dir):
     class Own(Ours):
-        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        def create_optimizer(self, *args, **kwargs):
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
             return self.optimizer
 
@@ -240,9 +234,9 @@ def test_a_create_optimizer_that_goes_past_ours_is_refused(spill_dir: Path) -> N
         make(Own, spill_dir).train()
 
 
-def test_a_training_step_that_goes_past_ours_is_told(spill_dir: Path) -> None:
+def test_a_training_step_that_goes_past_ours_is_told(spill_dir):
     class Own(Ours):
-        def training_step(self, model: Any, inputs: Any, *_: Any) -> Any:
+        def training_step(self, model, inputs, *_):
             return transformers.Trainer.training_step(self, model, inputs)
 
     with pytest.warns(UserWarning, match=r"Own\.training_step does not call super\(\)\.training_step\(\)"):

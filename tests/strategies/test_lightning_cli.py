@@ -1,11 +1,8 @@
 """``LightningCLI``: the strategy by its name, and by its class with policy and hardware nested in it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from lightning.pytorch.cli import LightningCLI
@@ -47,15 +44,15 @@ pytestmark = [pytest.mark.filterwarnings(noise) for noise in NOISE]
 
 
 @pytest.fixture(autouse=True)
-def _no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_command_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py"])  # LightningCLI warns where pytest has arguments of its own
 
 
-def command_line(*arguments: str) -> LightningCLI:
+def command_line(*arguments):
     return LightningCLI(BoringModel, BoringDataModule, args=list(arguments), save_config_callback=None)
 
 
-def test_by_name(tmp_path: Path) -> None:
+def test_by_name(tmp_path):
     switches = ["logger", "enable_checkpointing", "enable_progress_bar"]
     quiet = [f"--trainer.{switch}=false" for switch in switches]
     places = ["--trainer.accelerator=cpu", f"--trainer.default_root_dir={tmp_path}", "--trainer.max_steps=2"]
@@ -64,7 +61,7 @@ def test_by_name(tmp_path: Path) -> None:
     assert cli.trainer.global_step == 2
 
 
-def test_by_class_with_nested_settings(tmp_path: Path) -> None:
+def test_by_class_with_nested_settings(tmp_path):
     (tmp_path / "config.yaml").write_text(YAML.format(directory=tmp_path))
     setting = "--trainer.strategy.init_args.policy.init_args.verify=full"
     cli = command_line("fit", "--config", str(tmp_path / "config.yaml"), setting)
@@ -77,7 +74,7 @@ def test_by_class_with_nested_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "package", [pytest.param("lightning.pytorch", marks=pytest.mark.exhaustive), "pytorch_lightning"]
 )
-def test_a_command_that_does_not_import_us(package: str, tmp_path: Path) -> None:
+def test_a_command_that_does_not_import_us(package, tmp_path):
     """As ``docs/your_application.md`` writes it."""
     code = f"""
         import sys

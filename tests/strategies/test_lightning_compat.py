@@ -1,9 +1,6 @@
 """The private parts of Lightning that ``_lightning_compat`` answers are as it tells: red when upstream changes."""
 
-from __future__ import annotations
-
 import inspect
-from typing import Any
 
 import lightning as L
 import pytest
@@ -31,23 +28,23 @@ from lightning_ssd.strategies import _lightning_compat as compat
 class Plain(ParallelStrategy):
     """One that Lightning does not know."""
 
-    root_device = property(lambda self: torch.device("cpu"))  # type: ignore[assignment]
+    root_device = property(lambda self: torch.device("cpu"))
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None: ...
+    def barrier(self, *args, **kwargs): ...
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj, src=0):
         return obj
 
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def reduce(self, tensor, *args, **kwargs):
         return tensor
 
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+    def all_gather(self, tensor, group=None, sync_grads=False):
         return tensor
 
-    def model_to_device(self) -> None: ...
+    def model_to_device(self): ...
 
 
-def source(place: Any) -> str:
+def source(place):
     return inspect.getsource(place)
 
 
@@ -85,11 +82,11 @@ def test_fabric_looks_through_wrapped_for_an_overridden_backward():
     )
 
     class Unmarked(FabricDDPStrategy):
-        def backward(self, *args: Any, **kwargs: Any) -> None: ...
+        def backward(self, *args, **kwargs): ...
 
     class Marked(FabricDDPStrategy):
         @compat.stands_for_base_backward
-        def backward(self, *args: Any, **kwargs: Any) -> None: ...
+        def backward(self, *args, **kwargs): ...
 
     assert is_overridden("backward", Unmarked(), parent=FabricStrategy)
     assert not is_overridden("backward", Marked(), parent=FabricStrategy)
@@ -119,11 +116,11 @@ def test_the_finder_takes_all_callbacks_out_while_it_tries():
     trainer = L.Trainer(
         callbacks=[finder], accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
     )
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks = trainer.callbacks
     assert finder in callbacks
     assert not compat.is_trying_a_size(trainer, [finder])
     assert not compat.is_trying_a_size(trainer, [])
-    trainer.callbacks = []  # type: ignore[attr-defined]
+    trainer.callbacks = []
     assert compat.is_trying_a_size(trainer, [finder])
     reset = vars(batch_size_scaling)["__scale_batch_reset_params"]
     restore = vars(batch_size_scaling)["__scale_batch_restore_params"]
@@ -137,7 +134,7 @@ def test_the_finder_takes_all_callbacks_out_while_it_tries():
 def test_a_compiled_module_notes_its_compilation():
     module = L.LightningModule()
     assert not compat.is_compiled_by_lightning(module)
-    assert compat.is_compiled_by_lightning(compiling.from_compiled(torch.compile(module, backend="eager")))  # type: ignore[arg-type]
+    assert compat.is_compiled_by_lightning(compiling.from_compiled(torch.compile(module, backend="eager")))
 
 
 def test_lightning_notes_whether_it_runs_at_a_prompt():
@@ -174,7 +171,7 @@ def test_launchers_are_made_as_lightning_makes_them():
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_functions_over_processes_take_what_they_are_given(function: Any, parameters: str):
+def test_functions_over_processes_take_what_they_are_given(function, parameters):
     assert list(inspect.signature(function).parameters) == parameters.split()
 
 
@@ -194,5 +191,5 @@ def test_functions_over_processes_take_what_they_are_given(function: Any, parame
     ],
     ids=["ddp", "model-parallel", "fabric"],
 )
-def test_private_names_that_strategies_override_or_read_are_there(strategy: Any, names: str):
+def test_private_names_that_strategies_override_or_read_are_there(strategy, names):
     assert [name for name in names.split() if not hasattr(strategy, name)] == []

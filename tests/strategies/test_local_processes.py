@@ -3,12 +3,7 @@
 Lightning starts its processes without ``LOCAL_WORLD_SIZE``, so that each strategy has to tell the offloader.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -33,7 +28,7 @@ MIB, TB = 1 << 20, 10**12
 
 
 @pytest.fixture(autouse=True)
-def without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_torchrun(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
 
@@ -45,12 +40,12 @@ class Told(Exception):
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def told(monkeypatch):
     """What the next offloader that a strategy builds for itself was given."""
-    seen: dict[str, Any] = {}
+    seen = {}
 
     class Listens:
-        def __init__(self, *, policy: Any = None, hardware: Any = None, **more: Any) -> None:
+        def __init__(self, *, policy=None, hardware=None, **more):
             self.policy, self.hardware = policy or OffloadPolicy(), hardware or HardwareProfile()
             if more:  # not the one that only checks
                 seen.update(more)
@@ -60,7 +55,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def begin_trainer(name: str, directory: Path) -> None:
+def begin_trainer(name, directory):
     trainer = L.Trainer(
         strategy=name, accelerator="cpu", devices=NUM, num_nodes=2, logger=False, default_root_dir=directory
     )
@@ -68,7 +63,7 @@ def begin_trainer(name: str, directory: Path) -> None:
     trainer.strategy.setup(trainer)
 
 
-def begin_fabric(name: str, directory: Path) -> None:
+def begin_fabric(name, directory):
     made = Fabric(strategy=name, accelerator="cpu", devices=NUM, num_nodes=2)
     assert isinstance(made.strategy, SSDOffloadFabricStrategy)
     made.strategy._opened()
@@ -79,9 +74,7 @@ def begin_fabric(name: str, directory: Path) -> None:
     [(begin_trainer, "ssd_offload"), (begin_trainer, "ssd_offload_fsdp"), (begin_fabric, "ssd_offload")],
     ids=["strategy", "fsdp", "fabric"],
 )
-def test_a_strategy_tells_how_many_are_on_this_machine(
-    begin: Callable[[str, Path], None], name: str, told: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_strategy_tells_how_many_are_on_this_machine(begin, name, told, tmp_path):
     with pytest.raises(Told):
         begin(name, tmp_path)
     assert told["num_local_processes"] == NUM
@@ -91,9 +84,7 @@ def test_a_strategy_tells_how_many_are_on_this_machine(
 
 
 @pytest.mark.parametrize(("variable", "argument", "expected"), [(None, None, 1), ("4", None, 4), ("4", NUM, NUM)])
-def test_a_strategys_word_is_above_torchruns(
-    variable: str | None, argument: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strategys_word_is_above_torchruns(variable, argument, expected, monkeypatch):
     if variable is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", variable)
     assert Offloader(num_local_processes=argument)._num_local == expected
@@ -103,7 +94,7 @@ def test_a_strategys_word_is_above_torchruns(
 
 
 @pytest.fixture
-def offloader(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Offloader:
+def offloader(spill_dir, monkeypatch):
     """Of one of three processes, on a device that has memory of its own: the CPU plays it."""
     monkeypatch.setattr(_environment, "_is_discrete", lambda device: True)
     monkeypatch.setattr(_environment, "host_available_bytes", lambda: NUM * 4 * 6 * MIB)
@@ -112,7 +103,7 @@ def offloader(spill_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Offloader:
     return Offloader(policy=policy, hardware=hardware, num_local_processes=NUM, agree=lambda values: list(values))
 
 
-def test_each_takes_its_part_of_memory_and_wear(offloader: Offloader) -> None:
+def test_each_takes_its_part_of_memory_and_wear(offloader):
     with offloader:
         parts = offloader._parts
         assert parts.tiers.host is not None
@@ -123,16 +114,14 @@ def test_each_takes_its_part_of_memory_and_wear(offloader: Offloader) -> None:
         assert (parts.wear._num_processes, parts.wear.bytes_per_day) == (NUM, TB)
 
 
-def test_states_of_each_may_wait_in_host_memory(offloader: Offloader) -> None:
+def test_states_of_each_may_wait_in_host_memory(offloader):
     with offloader:
         optimizer = offloader.offload_optimizer(torch.optim.AdamW([nn.Parameter(torch.zeros(10))]))
         assert files_of(optimizer).host is not None
 
 
 @pytest.mark.parametrize(("argument", "variable", "expected"), [(None, None, 0), (None, "2", 2), (1, "2", 1)])
-def test_each_begins_with_another_directory(
-    argument: int | None, variable: str | None, expected: int, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_begins_with_another_directory(argument, variable, expected, spill_dir, monkeypatch):
     """Processes that train together save the same sizes at the same moments."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if variable is not None:
@@ -152,21 +141,21 @@ def test_each_begins_with_another_directory(
 
 
 @pytest.mark.parametrize("module", [single_or_ddp, fabric], ids=["trainer", "fabric"])
-def test_ddp_is_wrapped_on_the_current_stream(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddp_is_wrapped_on_the_current_stream(module, monkeypatch):
     """The nodes that accumulate gradients remember it, and PyTorch warns where backward runs on another one."""
-    wrapped: list[Any] = []
+    wrapped = []
 
-    def wrap(model: nn.Module, device_ids: Any = None, **_: Any) -> nn.Module:
+    def wrap(model, device_ids=None, **_):
         wrapped.append(device_ids)
         return model
 
-    def refuse(*_: Any, **__: Any) -> Any:
+    def refuse(*_, **__):
         raise AssertionError("a stream of its own was made")
 
     monkeypatch.setattr(module, "DistributedDataParallel", wrap)
     monkeypatch.setattr(_lightning_compat, "register_comm_hook", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Stream", refuse)
-    strategy: Any = SSDOffloadStrategy() if module is single_or_ddp else SSDOffloadFabricStrategy()
+    strategy = SSDOffloadStrategy() if module is single_or_ddp else SSDOffloadFabricStrategy()
     strategy.parallel_devices = [torch.device("cuda", i) for i in range(2)]
     monkeypatch.setattr(type(strategy), "local_rank", 1)
     strategy._fitting = True

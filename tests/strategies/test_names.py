@@ -1,10 +1,6 @@
 """Policies by name, for Trainers and Fabrics."""
 
-from __future__ import annotations
-
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra.utils import instantiate
@@ -33,7 +29,7 @@ NAMES = {
 
 
 @pytest.fixture
-def my_name() -> Any:
+def my_name():
     """A name that no other test knows."""
     yield "my_ssd"
     for registry in (StrategyRegistry, STRATEGY_REGISTRY):
@@ -41,7 +37,7 @@ def my_name() -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_means_a_policy(name: str) -> None:
+def test_a_name_means_a_policy(name):
     trainer = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     assert type(trainer.strategy) is lightning_ssd.SSDOffloadStrategy
     assert trainer.strategy.policy == NAMES[name]
@@ -51,7 +47,7 @@ def test_a_name_means_a_policy(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ssd_offload_everything", "ssd_recompute_offload"])
-def test_a_name_trains_as_without_us(name: str, tmp_path: Path) -> None:
+def test_a_name_trains_as_without_us(name, tmp_path):
     with one_thread():
         wide = partial(Net, width=512)  # weights of at least min_tensor_bytes
         trainings = [fit(wide, strategy, tmp_path, limit_val_batches=0) for strategy in ("auto", name)]
@@ -60,12 +56,12 @@ def test_a_name_trains_as_without_us(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "offload"])
-def test_policies_are_those_of_the_hydra_options(name: str, tmp_path: Path) -> None:
+def test_policies_are_those_of_the_hydra_options(name, tmp_path):
     config, _ = SCHEMA.compose([f"offload={name}", f"output_dir={tmp_path}"])
     assert instantiate(config["offload"], _convert_="all") == POLICIES[name]
 
 
-def test_a_name_of_the_users_own(my_name: str, tmp_path: Path) -> None:
+def test_a_name_of_the_users_own(my_name, tmp_path):
     policy = OffloadPolicy(activations="offload", min_tensor_bytes=4096)
     hardware = HardwareProfile(paths=[tmp_path / "spill"], allow_unsuitable_paths=True)
     lightning_ssd.register_strategy(my_name.upper(), policy=policy, hardware=hardware)
@@ -81,15 +77,15 @@ def test_a_name_of_the_users_own(my_name: str, tmp_path: Path) -> None:
     assert trainer.strategy.stats.bytes_written > 0
 
 
-def test_wrong_arguments_are_refused(my_name: str) -> None:
+def test_wrong_arguments_are_refused(my_name):
     with pytest.raises(ConfigError, match=r'name=3 is a int\. Pass .* type str, for example "my_ssd"'):
-        register_strategy(3)  # type: ignore[arg-type]
+        register_strategy(3)
     with pytest.raises(ConfigError, match=r"policy='offload' is a str\. Pass .* type OffloadPolicy"):
-        register_strategy(my_name, policy="offload")  # type: ignore[arg-type]
+        register_strategy(my_name, policy="offload")
     assert my_name not in StrategyRegistry
 
 
-def test_a_name_of_another_strategy_is_not_taken() -> None:
+def test_a_name_of_another_strategy_is_not_taken():
     with pytest.raises(ConfigError, match=r"'ddp' belongs to lightning\.pytorch\.strategies\.ddp\.DDPStrategy already"):
         register_strategy("ddp")
     assert StrategyRegistry["ddp"]["strategy"] is DDPStrategy

@@ -1,7 +1,5 @@
 """What takes a strategy of ours: one Trainer or Fabric."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re
@@ -33,7 +31,7 @@ FABRIC = (Fabric, {})
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_second_trainer_is_refused(taker, make, accelerator) -> None:
+def test_a_second_trainer_is_refused(taker, make, accelerator):
     build, more = taker
     arguments = {"strategy": make(), "accelerator": accelerator, "devices": 1, **more}
     first = build(**arguments)
@@ -45,7 +43,7 @@ def test_a_second_trainer_is_refused(taker, make, accelerator) -> None:
 
 
 @pytest.mark.parametrize("make", [SSDOffloadStrategy, SSDOffloadFSDPStrategy])
-def test_an_accelerator_of_the_user_reaches_the_trainer(make) -> None:
+def test_an_accelerator_of_the_user_reaches_the_trainer(make):
     accelerator = CPUAccelerator()
     build, more = TRAINER
     trainer = build(strategy=make(accelerator=accelerator), devices=1, **more)
@@ -53,7 +51,7 @@ def test_an_accelerator_of_the_user_reaches_the_trainer(make) -> None:
 
 
 @pytest.mark.parametrize(("connector", "package"), [(_AcceleratorConnector, "pytorch"), (_Connector, "fabric")])
-def test_only_the_connectors_read_the_private_name(connector, package) -> None:
+def test_only_the_connectors_read_the_private_name(connector, package):
     assert "if self._strategy_flag._accelerator:" in inspect.getsource(connector._check_config_and_set_final_flags)
     assert "self.strategy.accelerator = self.accelerator" in inspect.getsource(connector._lazy_init_strategy)
     root = Path(importlib.import_module(f"lightning.{package}").__file__).parent

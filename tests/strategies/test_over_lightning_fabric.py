@@ -5,12 +5,6 @@ from tests.support.second_package import again_over_pytorch_lightning
 globals().update(
     again_over_pytorch_lightning(
         "tests.strategies.test_fabric",
-        by_default=(
-            "test_by_name_with_all_defaults",
-            "test_two_models_with_an_optimizer_each",
-            "test_schedulers_closures_and_autocast",
-            "test_checkpoints_go_from_and_to_plain_fabric",
-            "test_one_device_is_what_it_is_without_us",
-        ),
+        by_default=("test_by_name_with_all_defaults", "test_checkpoints_go_from_and_to_plain_fabric"),
     )
 )

@@ -1,7 +1,5 @@
 """Trainers of ``pytorch_lightning`` and Fabrics of ``lightning_fabric``: what they take of ours."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys
@@ -32,13 +30,13 @@ TAKERS = {
 }
 
 
-def taken(name: str, strategy: object):
+def taken(name, strategy):
     build, more = TAKERS[name]
     return build(strategy=strategy, accelerator="cpu", devices=1, **more).strategy
 
 
 @pytest.mark.parametrize("name", TAKERS)
-def test_names_and_objects_get_the_class_of_the_package(name: str) -> None:
+def test_names_and_objects_get_the_class_of_the_package(name):
     first, other = getattr(lightning_ssd, name), getattr(second, name)
     for strategy in (first.strategy_name, first(), other()):
         made = taken(name, strategy)
@@ -51,12 +49,12 @@ def test_names_and_objects_get_the_class_of_the_package(name: str) -> None:
         assert "lightning" not in theirs, vars(made)
 
 
-def test_objects_of_the_second_package_get_the_class_of_the_first() -> None:
+def test_objects_of_the_second_package_get_the_class_of_the_first():
     trainer = lightning.Trainer(strategy=second.SSDOffloadStrategy(), accelerator="cpu", devices=1, **QUIET)
     assert type(trainer.strategy) is lightning_ssd.SSDOffloadStrategy
 
 
-def test_what_the_user_has_said_is_kept() -> None:
+def test_what_the_user_has_said_is_kept():
     policy, hardware = OffloadPolicy(activations="offload"), HardwareProfile(paths=["here"])
     strategy = lightning_ssd.SSDOffloadStrategy(
         policy=policy, hardware=hardware, log_metrics=False, find_unused_parameters=True, bucket_cap_mb=3.0
@@ -72,7 +70,7 @@ def test_what_the_user_has_said_is_kept() -> None:
     assert again.policy == policy
 
 
-def test_a_spawned_process_gets_the_class_of_the_package(tmp_path: Path) -> None:
+def test_a_spawned_process_gets_the_class_of_the_package(tmp_path):
     (tmp_path / "strategy").write_bytes(pickle.dumps(taken("SSDOffloadStrategy", lightning_ssd.SSDOffloadStrategy())))
     code = """
 import pickle, sys, lightning_ssd
@@ -86,7 +84,7 @@ print(type(pickle.load(open(sys.argv[1], 'rb'))).__mro__)
 
 
 @pytest.mark.parametrize("name", TAKERS)
-def test_a_derived_class_is_refused_with_the_base_to_take(name: str) -> None:
+def test_a_derived_class_is_refused_with_the_base_to_take(name):
     derived = type("Mine", (getattr(lightning_ssd, name),), {"__module__": __name__})
     package = TAKERS[name][0].__module__.partition(".")[0]
     line = rf"Write `from lightning_ssd\.pytorch_lightning import {name}` and derive Mine from that"
@@ -123,7 +121,7 @@ IN_EITHER_ORDER = """
         pytest.param("pytorch_lightning", "lightning_ssd", marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_order_of_imports_does_not_matter(first: str, other: str) -> None:
+def test_the_order_of_imports_does_not_matter(first, other):
     code = textwrap.dedent(IN_EITHER_ORDER.format(first=first, second=other))
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -134,7 +132,7 @@ def test_the_order_of_imports_does_not_matter(first: str, other: str) -> None:
     assert done.stdout.splitlines() == expected, done.stderr
 
 
-def test_the_monitor_logs_as_ever(tmp_path: Path) -> None:
+def test_the_monitor_logs_as_ever(tmp_path):
     monitor, strategy = OffloadMonitor(prog_bar=False), TRAINERS.offload_strategy(tmp_path, activations="offload")
     logger = pytorch_lightning.loggers.CSVLogger(tmp_path)
     with TRAINERS.one_thread():

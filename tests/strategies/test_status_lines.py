@@ -1,9 +1,5 @@
 """Lines about what takes long, beside the progress bars of Lightning."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.support.terminal import run_on_terminal, screen
@@ -36,7 +32,7 @@ NUMBERS = ("act", "ssd", "wait%")
 
 
 @pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
-def test_bars_stay_as_they_are(bar: str, tmp_path: Path) -> None:
+def test_bars_stay_as_they_are(bar, tmp_path):
     written = run_on_terminal(TRAINING.format(bar=bar, directory=str(tmp_path)))
     assert all(doing in written for doing in IN_SETUP)
     # A live display of rich would keep what is written beside it.

@@ -4,8 +4,6 @@
 second of six steps, which save more. It prints one line of JSON.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
@@ -21,7 +19,7 @@ WIDTH, NUM_BLOCKS, VOCABULARY = 768, 16, 512
 class GPT(nn.Module):
     """Blocks of 27 MiB."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(
@@ -30,25 +28,20 @@ class GPT(nn.Module):
         )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
-def main(mode: str, directory: str, ballast_mib: str = "0") -> None:
+def main(mode, directory, ballast_mib="0"):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     is_plain, ballast_bytes, waiting = ballast_mib == "0", int(ballast_mib) << 20, []
     budget = {} if mode == "keep" or not is_plain else {"activation_budget": "64MiB"}
-    policy = OffloadPolicy(
-        parameters=mode,  # type: ignore[arg-type]
-        activations="auto" if is_plain else "keep",
-        **budget,  # type: ignore[arg-type]
-    )
+    policy = OffloadPolicy(parameters=mode, activations="auto" if is_plain else "keep", **budget)
     digest, ballast = hashlib.sha256(), None
     with Offloader(policy=policy, hardware=HardwareProfile(paths=[directory])) as offloader:
         with offloader.streamed_init():

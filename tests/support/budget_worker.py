@@ -5,12 +5,9 @@ holds without a model, ``steps``, ``rows`` of a batch, ``num_copies`` of each ro
 one line of JSON.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,22 +27,21 @@ class Block(nn.Module):
     Between copies and their mean backward has several temporaries as large as they, and saves or reads nothing.
     """
 
-    def __init__(self, num_copies: int) -> None:
+    def __init__(self, num_copies):
         super().__init__()
         self.num_copies = num_copies
         self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
         self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         inner = torch.relu(self.up(x))
         if self.num_copies > 1:
             inner = inner.repeat(self.num_copies, 1).square().view(self.num_copies, *inner.shape).mean(0)
-        y: torch.Tensor = x + self.down(inner) * self.scale
-        return y
+        return x + self.down(inner) * self.scale
 
 
-def built(kind: str, num_copies: int) -> nn.Module:
+def built(kind, num_copies):
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(num_copies) for _ in range(NUM_BLOCKS)))
     for name, parameter in model.named_parameters():
@@ -53,8 +49,8 @@ def built(kind: str, num_copies: int) -> nn.Module:
     return model
 
 
-def main(settings: str, directory: str) -> None:
-    options: dict[str, Any] = json.loads(settings)
+def main(settings, directory):
+    options = json.loads(settings)
     kind, budget, steps = options.pop("kind"), options.pop("budget_mib", None), options.pop("steps", 6)
     rows, num_copies = options.pop("rows", ROWS), options.pop("num_copies", 1)
     torch.set_num_threads(1)

@@ -3,18 +3,13 @@
 python -m tests.support.callback_script <directory> <scenario> ...
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_ssd import HardwareProfile, OffloadCallback, OffloadPolicy
@@ -26,8 +21,7 @@ from tests.support.processes import run_scenarios
 from tests.support.trainers import ManualNet, Net, fit, make_trainer
 
 DDP = partial(DDPStrategy, process_group_backend="gloo")
-Scenario = tuple[Callable[[], Strategy], Callable[[], Net], str, dict[str, Any]]
-SCENARIOS: dict[str, Scenario] = {
+SCENARIOS = {
     "ddp": (DDP, Net, "offload", {"max_epochs": 2}),
     "ddp-auto": (DDP, Net, "keep", {"max_epochs": 2}),
     "ddp-accumulate": (DDP, Net, "offload", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
@@ -44,7 +38,7 @@ SCENARIOS: dict[str, Scenario] = {
 RESUMED = ("ddp", "fsdp2", "tensor-parallel")
 
 
-def own(module: Net, trainer: L.Trainer) -> dict[str, Any]:
+def own(module, trainer):
     """What this process has."""
     states = [optimizer.state_dict() for optimizer in trainer.optimizers]
     for saved in states:
@@ -53,7 +47,7 @@ def own(module: Net, trainer: L.Trainer) -> dict[str, Any]:
     return apply_to_collection(everything, torch.Tensor, lambda tensor: local_of(tensor.detach()).clone())
 
 
-def compare(name: str, directory: Path) -> None:
+def compare(name, directory):
     """Train twice; the second time with the callback, which also resumes from the plain checkpoint and writes one."""
     strategy, make, states, settings = SCENARIOS[name]
     settings = {"devices": 2, "limit_val_batches": 0} | settings
@@ -75,7 +69,7 @@ def compare(name: str, directory: Path) -> None:
         _resume(name, directory, callback, settings)
 
 
-def _resume(name: str, directory: Path, callback: OffloadCallback, settings: dict[str, Any]) -> None:
+def _resume(name, directory, callback, settings):
     """From checkpoints of one epoch, whoever has written them and whoever reads them."""
     strategy, make, _, _ = SCENARIOS[name]
     found = []

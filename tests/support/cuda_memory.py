@@ -1,13 +1,11 @@
 """Memory of a CUDA card, as PyTorch's allocator counts it."""
 
-from __future__ import annotations
-
 import torch
 
 __all__ = ["allocated_bytes"]
 
 
-def allocated_bytes(device: torch.device) -> int:
+def allocated_bytes(device):
     """What it has given out, without what cuBLAS has for itself since its first call."""
     torch.cuda.synchronize(device)
     torch._C._cuda_clearCublasWorkspaces()

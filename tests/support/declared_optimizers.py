@@ -1,9 +1,5 @@
 """An optimizer by hand, for tests of what a user declares."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from torch.optim import Optimizer
 
@@ -14,39 +10,39 @@ MANY = ((128, 150),) * 6 + ((7,),)
 class Momentum(Optimizer):
     """By hand, with places for what a class adds."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "count": 0})
         self.t = 0
-        self.notes: dict[str, Any] = {"past": []}
+        self.notes = {"past": []}
         self.beta = torch.ones(())
         self.prepare()
 
-    def prepare(self) -> None:
+    def prepare(self):
         """What it has of its own."""
 
-    def before(self) -> None:
+    def before(self):
         """Before the closure."""
 
-    def begin(self) -> None:
+    def begin(self):
         """Behind the closure."""
 
-    def scale(self) -> Any:
+    def scale(self):
         """Of all gradients."""
         return 1.0
 
-    def change(self, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    def change(self, p, update):
         """For each parameter."""
         return update
 
-    def without(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+    def without(self, p, group):
         """A parameter has no gradient."""
 
     @property
-    def own(self) -> list[torch.Tensor]:
+    def own(self):
         return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure=None):
         self.before()
         loss = None
         if closure is not None:
@@ -64,5 +60,5 @@ class Momentum(Optimizer):
         return loss
 
 
-def kind(name: str, base: type[Momentum] = Momentum, **methods: Any) -> type[Momentum]:
+def kind(name, base=Momentum, **methods):
     return type(name, (base,), methods)

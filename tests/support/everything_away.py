@@ -1,23 +1,16 @@
 """Offloaders with weights, gradients and optimizer states in files, of a host and of a device."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-
-from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from tests.support.late import late_copies
 
-EVERYTHING: dict[str, Any] = {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"}
+EVERYTHING = {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"}
 MIN_TENSOR_BYTES = 4096
 
 
 @contextmanager
-def all_away(directory: Path, **policy: Any) -> Iterator[Offloader]:
+def all_away(directory, **policy):
     """An open offloader with everything in files."""
     chosen = EVERYTHING | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR_BYTES} | policy
     hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
@@ -26,7 +19,7 @@ def all_away(directory: Path, **policy: Any) -> Iterator[Offloader]:
 
 
 @contextmanager
-def away_from_device(directory: Path, **policy: Any) -> Iterator[Offloader]:
+def away_from_device(directory, **policy):
     """An open offloader for a device whose copies end late, with weights and states away from it."""
     chosen = {"parameters": "offload", "optimizer_states": "offload", "min_tensor_bytes": MIN_TENSOR_BYTES} | policy
     hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory="256KiB")
@@ -37,7 +30,7 @@ def away_from_device(directory: Path, **policy: Any) -> Iterator[Offloader]:
         yield offloader
 
 
-def large(model: nn.Module, *, trained: bool | None = None) -> list[nn.Parameter]:
+def large(model, *, trained=None):
     """The parameters that may wait; only those that are trained, or are not, if asked."""
     return [
         parameter
@@ -46,6 +39,6 @@ def large(model: nn.Module, *, trained: bool | None = None) -> list[nn.Parameter
     ]
 
 
-def storage_bytes(parameters: list[nn.Parameter]) -> int:
+def storage_bytes(parameters):
     """Tied ones count once."""
     return sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in parameters}.values())

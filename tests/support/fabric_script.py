@@ -5,18 +5,12 @@
 Ends without closing anything.
 """
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,23 +18,23 @@ from tests.support.helpers import assert_identical, raw_bytes
 from tests.support.loops import Conv, Gpt, Loop, batches, loss_of, make_fabric, ours
 from tests.support.processes import run_scenarios
 
-NEVER_CLOSED: list[Fabric] = []
+NEVER_CLOSED = []
 
 
-def plain() -> Fabric:
+def plain():
     fabric = make_fabric(DDPStrategy(), devices=2)
     fabric.launch()
     return fabric
 
 
-def offloading(directory: Path, **more: Any) -> Fabric:
+def offloading(directory, **more):
     fabric = make_fabric(ours(directory / "spill", **more), devices=2)
     fabric.launch()
     NEVER_CLOSED.append(fabric)
     return fabric
 
 
-def compare(loop: Loop, directory: Path) -> None:
+def compare(loop, directory):
     """Each process has batches of its own."""
     expected = plain()
     rank = expected.global_rank
@@ -53,10 +47,10 @@ def compare(loop: Loop, directory: Path) -> None:
     assert fabric.strategy.offloader.optimizer_stats[0].num_steps == loop.num_steps
 
 
-def uneven(directory: Path) -> None:
+def uneven(directory):
     """More micro-batches in one process than in the other; nobody waits for who does not come."""
 
-    def run(fabric: Fabric) -> list[torch.Tensor]:
+    def run(fabric):
         torch.manual_seed(3)
         model, optimizer = fabric.setup(net := Gpt(), torch.optim.AdamW(net.parameters(), lr=1e-2))
         for step in range(3):
@@ -73,7 +67,7 @@ def uneven(directory: Path) -> None:
     assert fabric.strategy.offloader.trace is not None, "nothing was planned"
 
 
-def collectives(directory: Path) -> None:
+def collectives(directory):
     fabric = offloading(directory)
     rank, model = fabric.global_rank, fabric.setup_module(Gpt())
     assert isinstance(model._forward_module, DistributedDataParallel)
@@ -87,7 +81,7 @@ def collectives(directory: Path) -> None:
     assert fabric.strategy.stats.bytes_saved > 0
 
 
-def checkpoint(directory: Path) -> None:
+def checkpoint(directory):
     path = directory / "state.ckpt"
     fabric = offloading(directory)
     torch.manual_seed(3)
@@ -103,27 +97,27 @@ def checkpoint(directory: Path) -> None:
     assert_identical(adam.state_dict(), optimizer.state_dict())
 
 
-def refused(directory: Path) -> None:
+def refused(directory):
     """Nothing is set up before the processes are there."""
     fabric = make_fabric(ours(directory / "spill"), devices=2)
     with pytest.raises(RuntimeError, match="launch"):
         fabric.setup(Gpt())
 
 
-def digest(fabric: Fabric) -> int:
+def digest(fabric):
     """What a started process hands back has to be small."""
     torch.set_num_threads(1)
     state = Loop(num_steps=2)(fabric)["state"]
     return sum(sum(raw_bytes(value).tolist()) for value in state.values())
 
 
-def fork(directory: Path) -> None:
+def fork(directory):
     """Processes that are started to run a function."""
     got = make_fabric(ours(directory / "spill", start_method="fork"), devices=2).launch(digest)
     assert got == make_fabric(DDPStrategy(start_method="fork"), devices=2).launch(digest) > 0
 
 
-SCENARIOS: dict[str, Callable[[Path], None]] = {
+SCENARIOS = {
     "gpt": lambda directory: compare(Loop(num_micro_batches=2, clip={"max_norm": 0.1}), directory),
     "conv": lambda directory: compare(Loop(Conv), directory),
     "uneven": uneven,

@@ -1,22 +1,16 @@
 """Passes that never ran: traces, clocks and machines for the scheduler."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
-from lightning_ssd.common.collectives import AllReduceMin
 from lightning_ssd.errors import BudgetError
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
-from lightning_ssd.scheduling.clock import Clock, HostClock
+from lightning_ssd.scheduling.clock import HostClock
 from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
-from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.scheduler import Scheduler
 
 NBYTES = 1 << 20
@@ -25,7 +19,7 @@ FAST = Machine(ssd=TierRates(write_bytes_per_s=1e9, read_bytes_per_s=1e9))
 SLOW = Machine(ssd=TierRates(write_bytes_per_s=1e6, read_bytes_per_s=1e6))
 
 
-def make_trace(count: int = COUNT, *, step_s: float = 1.0, other: int = 0, blocks: bool = False) -> Trace:
+def make_trace(count=COUNT, *, step_s=1.0, other=0, blocks=False):
     """Storages packed one after the other, wanted back in reverse."""
     unit = step_s / (2 * count)
     storages = tuple(
@@ -63,14 +57,14 @@ def make_trace(count: int = COUNT, *, step_s: float = 1.0, other: int = 0, block
 class FakeRecorder:
     """Gives a trace that the test made."""
 
-    def __init__(self, trace: Trace, hook_s: float = 0.0) -> None:
+    def __init__(self, trace, hook_s=0.0):
         self._trace = trace
         self._hook_s = hook_s
 
-    def trace(self, end: float, refused: frozenset[str] = frozenset()) -> Trace:
+    def trace(self, end, refused=frozenset()):
         return self._trace
 
-    def hook_s(self, end: float) -> float:
+    def hook_s(self, end):
         return self._hook_s
 
 
@@ -81,19 +75,19 @@ class LateClock(HostClock):
 
 
 def run_pass(
-    made: Scheduler,
-    trace: Trace,
+    made,
+    trace,
     *,
-    signature: str = "a",
-    step_s: float | None = None,
-    clock: type[Clock] = HostClock,
-    stall_s: float | None = None,
-    available_bytes: int | None = None,
-    level_bytes: int = 0,
-    peak_bytes: int | None = None,
-    written_bytes: int | None = None,
-    highest_bytes: int = 0,
-) -> tuple[PlanCursor, bool]:
+    signature="a",
+    step_s=None,
+    clock=HostClock,
+    stall_s=None,
+    available_bytes=None,
+    level_bytes=0,
+    peak_bytes=None,
+    written_bytes=None,
+    highest_bytes=0,
+):
     """Run one pass that saves what the trace says, and moves, takes and stalls as it follows.
 
     Args:
@@ -113,7 +107,7 @@ def run_pass(
             signature=signature,
             sizes=sizes,
             cursor=cursor,
-            recorder=FakeRecorder(trace) if wants_trace else None,  # type: ignore[arg-type]
+            recorder=FakeRecorder(trace) if wants_trace else None,
             clock=clock(),
             begin=0.0,
             end=predicted_s if step_s is None else step_s,
@@ -130,16 +124,14 @@ def run_pass(
     return cursor, wants_trace
 
 
-def planned(made: Scheduler, trace: Trace, **options: Any) -> tuple[PlanCursor, bool]:
+def planned(made, trace, **options):
     """Run one pass, and wait for the plan that is made of it."""
     found = run_pass(made, trace, **options)
     made.wait()
     return found
 
 
-def refusal(
-    trace: Trace, *, match: str | None = None, options: dict[str, Any] | None = None, **settings: Any
-) -> BudgetError:
+def refusal(trace, *, match=None, options=None, **settings):
     """The error in which a budget is refused after a first pass with these options."""
     with opened(**settings) as made:
         run_pass(made, trace, **(options or {}))
@@ -148,18 +140,12 @@ def refusal(
     return raised.value
 
 
-def machine_of(machine: Machine) -> Callable[[], Machine]:
+def machine_of(machine):
     return lambda: machine
 
 
 @contextmanager
-def opened(
-    *,
-    machine: Callable[[], Machine] = lambda: FAST,
-    agree: AllReduceMin | None = None,
-    max_slowdown: float = 1.02,
-    **constraints: Any,
-) -> Iterator[Scheduler]:
+def opened(*, machine=lambda: FAST, agree=None, max_slowdown=1.02, **constraints):
     made = Scheduler(MemoryConstraints(max_slowdown=max_slowdown, **constraints), machine, agree=agree)
     try:
         yield made

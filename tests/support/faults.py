@@ -1,38 +1,23 @@
 """A real backend that fails on purpose. Any test that needs a failing drive puts one around its backend."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
-from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OutOfSpaceError, ShortTransferError, StorageError
-from lightning_ssd.storage.backend import Backend, WrappedBackend
-from lightning_ssd.storage.spill_file import Arena
+from lightning_ssd.storage.backend import WrappedBackend
 
 Fail = Callable[[int], BaseException | None]
 """Gets the number of the call (from 0, per direction); returns what to raise instead of moving, or nothing."""
-
-Corrupt = Callable[[int], bool]
-"""Gets the number of the read; says whether one bit of what it returns is flipped."""
 
 
 class FaultyBackend(WrappedBackend):
     """Passes everything on to ``inner``, but for the calls that ``fail_*`` and ``corrupt_read`` pick."""
 
-    def __init__(
-        self,
-        inner: Backend,
-        *,
-        fail_write: Fail | None = None,
-        fail_read: Fail | None = None,
-        corrupt_read: Corrupt | None = None,
-        delay_s: float = 0.0,
-    ) -> None:
+    def __init__(self, inner, *, fail_write=None, fail_read=None, corrupt_read=None, delay_s=0.0):
         super().__init__(inner)
         self.fail_write = fail_write
         self.fail_read = fail_read
@@ -43,14 +28,14 @@ class FaultyBackend(WrappedBackend):
         self.num_writes = 0
         self.num_reads = 0
 
-    def write(self, arena: Arena, region: Region, offset: int) -> None:
+    def write(self, arena, region, offset):
         with self._lock:
             index = next(self._counts["write"])
             self.num_writes = index + 1
         self._stumble(self.fail_write, index)
         self.inner.write(arena, region, offset)
 
-    def read(self, arena: Arena, region: Region, offset: int) -> None:
+    def read(self, arena, region, offset):
         with self._lock:
             index = next(self._counts["read"])
             self.num_reads = index + 1
@@ -59,33 +44,33 @@ class FaultyBackend(WrappedBackend):
         if self.corrupt_read is not None and self.corrupt_read(index) and region.nbytes:
             ctypes.c_ubyte.from_address(region.address + region.nbytes // 2).value ^= 0x10
 
-    def _stumble(self, fail: Fail | None, index: int) -> None:
+    def _stumble(self, fail, index):
         time.sleep(self.delay_s)
         error = fail(index) if fail is not None else None
         if error is not None:
             raise error
 
 
-def on_calls(calls: Collection[int], error: Callable[[], BaseException]) -> Fail:
+def on_calls(calls, error):
     """Fail exactly on these calls; ``range(n, 10**9)`` means from the nth on."""
     return lambda index: error() if index in calls else None
 
 
-def always(error: Callable[[], BaseException]) -> Fail:
+def always(error):
     """Fail on every call."""
     return lambda index: error()
 
 
-def eio() -> StorageError:
+def eio():
     """What a failing drive gives."""
     return StorageError(errno.EIO, "injected: the drive failed")
 
 
-def enospc() -> OutOfSpaceError:
+def enospc():
     """What a full file system gives."""
     return OutOfSpaceError(errno.ENOSPC, "injected: the file system is full")
 
 
-def short() -> ShortTransferError:
+def short():
     """What a transfer that ends early gives."""
     return ShortTransferError(errno.EIO, "injected: fewer bytes moved")

@@ -6,8 +6,6 @@ command runs :func:`_run`, which hands its standard streams to the server, waits
 begin with the interpreter, or be killed by its own process id, is no case for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -18,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -33,7 +30,7 @@ esac
 
 
 @contextlib.contextmanager
-def forks_of(directory: Path, *modules: str) -> Iterator[list[str]]:
+def forks_of(directory, *modules):
     """A server that has imported ``modules``; gives the command before ``-m MODULE`` or ``-c CODE``."""
     path, python = directory / "forks", directory / "python"
     python.write_text(_COMMAND.format(python=sys.executable, client=__file__, path=path))
@@ -54,7 +51,7 @@ def forks_of(directory: Path, *modules: str) -> Iterator[list[str]]:
         server.communicate()  # the end of its standard input is the end of the server
 
 
-def _serve(listening: socket.socket, python: str, modules: Sequence[str]) -> None:
+def _serve(listening, python, modules):
     for module in modules:
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for forks
@@ -67,7 +64,7 @@ def _serve(listening: socket.socket, python: str, modules: Sequence[str]) -> Non
         connection.close()
 
 
-def _watch(connection: socket.socket) -> None:
+def _watch(connection):
     """Fork, pass on the signals that its caller gets, and say how it ended; if nobody listens any more, end it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     text, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
@@ -93,23 +90,23 @@ def _watch(connection: socket.socket) -> None:
     os._exit(0)
 
 
-def _become(asked: dict[str, object], streams: Sequence[int]) -> None:
+def _become(asked, streams):
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(str(asked["cwd"]))
     os.environ.clear()
-    os.environ.update(asked["environ"])  # type: ignore[call-overload]
+    os.environ.update(asked["environ"])
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
-    kind, what, *arguments = asked["arguments"]  # type: ignore[misc]
+    kind, what, *arguments = asked["arguments"]
     sys.argv = [what, *arguments]
     # As in any interpreter, what runs is a module that lives until all else is torn down.
     sys.modules["__main__"] = main = ModuleType("__main__")
     try:
         if kind == "-m":
             sys.modules.pop(what, None)
-            runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+            runpy._run_module_as_main(what)
         else:
             exec(what, main.__dict__)
     except Exception:
@@ -118,7 +115,7 @@ def _become(asked: dict[str, object], streams: Sequence[int]) -> None:
     sys.exit()
 
 
-def _run(path: str, arguments: Sequence[str]) -> int:
+def _run(path, arguments):
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         asked = {"arguments": arguments, "cwd": os.getcwd(), "environ": dict(os.environ)}

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
@@ -38,13 +37,13 @@ BLOCK_BYTES = 2 * 2 * WIDTH * WIDTH * 4 // 2
 class Adapted(nn.Module):
     """A frozen block with two small trained matrices beside it, and a bias that is trained in the frozen part."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.block = Block(width).requires_grad_(False)
         self.block.up.bias.requires_grad_(True)
         self.down, self.up = nn.Linear(width, 32, bias=False), nn.Linear(32, width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.block(x) + self.up(self.down(x))
 
 
@@ -57,15 +56,15 @@ class Away(Net):
     sharding: ClassVar[dict[str, Any]] = {}
     make_block: Callable[[int], nn.Module] = Block
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(type(self).make_block(WIDTH) for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)  # unlike that of a batch, it takes what is cast for it
         self.checkpointed = self.uses_checkpoint
-        self.gradients: list[dict[str, torch.Tensor | None]] = []
+        self.gradients = []
         self.num_in_files = 0
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if isinstance(self, FSDPModule):
             return
         options = {"mesh": self.device_mesh["data_parallel"], "reshard_after_forward": self.reshard, **self.sharding}
@@ -73,12 +72,12 @@ class Away(Net):
             fully_shard(block, **options)
         fully_shard(self, **options)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         found = {name: None if p.grad is None else local_of(p.grad) for name, p in self.named_parameters()}
         self.num_in_files += sum(g is not None and is_mapped(g.untyped_storage()) for g in found.values())
         self.gradients.append({name: None if g is None else g.clone() for name, g in found.items()})
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
@@ -92,46 +91,46 @@ class Half(Away):
     }
 
 
-def variant(base: type[Away], **attributes: Any) -> type[Away]:
+def variant(base, **attributes):
     return type(f"{base.__name__} {attributes}", (base,), attributes)
 
 
 class Uneven(Away):
     """Odd sizes: zeros lie behind the last process' shards. One weight is too small to be cut at all."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.odd, self.back, self.one = nn.Linear(WIDTH, 129), nn.Linear(129, WIDTH), nn.Linear(WIDTH, 1, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x + self.back(self.odd(x)) + self.one(x))
 
 
 class Tied(Away):
     """One parameter under two names, in one group."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.second.weight = self.first.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(self.second(self.first(x)))
 
 
 class Meta(Away):
     """Has no memory before it is sharded, and leaves it as it gets some."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         with torch.device("meta"):
             super().__init__()
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if not isinstance(self, FSDPModule):
             L.seed_everything(11, verbose=False)
         super().configure_model()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         weights = [local_of(block.up.weight).untyped_storage() for block in self.blocks]
         assert all(map(is_mapped, weights)) is isinstance(self.trainer.strategy, SSDOffloadFSDPStrategy)
         return super().configure_optimizers()
@@ -140,11 +139,11 @@ class Meta(Away):
 class Built(Tuned):
     """Is made when Lightning asks for it: whole weights leave as they are made, shards when all are there."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         del self.blocks
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if not hasattr(self, "blocks"):
             self.blocks = nn.ModuleList(Adapted(WIDTH) for _ in range(4))
         super().configure_model()
@@ -152,7 +151,7 @@ class Built(Tuned):
 
 
 class TrainedAndBuilt(Built):
-    def configure_model(self) -> None:
+    def configure_model(self):
         super().configure_model()
         self.requires_grad_(True)
 
@@ -168,24 +167,17 @@ class Both(TwoDimensional):
 class Hybrid(Away):
     """Copies of shards: the mesh's first dimension has the same ones, the second one cuts."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if not isinstance(self, FSDPModule):
             for module in (*self.blocks, self):
                 fully_shard(module, mesh=self.device_mesh, reshard_after_forward=self.reshard)
 
 
-def found_of(trainer: L.Trainer, module: Any) -> dict[str, Any]:
+def found_of(trainer, module):
     return {**outcome(trainer, module), "gradients": module.gradients}
 
 
-def compare(
-    make: type[Any],
-    directory: Path,
-    policy: dict[str, Any],
-    sizes: tuple[int, int] = (2, 1),
-    prepare: Callable[[], dict[str, Any]] = dict,
-    **settings: Any,
-) -> tuple[SSDOffloadFSDPStrategy, Any]:
+def compare(make, directory, policy, sizes=(2, 1), prepare=dict, **settings):
     """Train with Lightning's strategy and with ours. ``prepare``: more settings, made for each training."""
     settings = {"devices": sizes[0] * sizes[1], **settings}
     expected = found_of(*fit(make, plain(sizes), directory, **settings, **prepare()))
@@ -201,13 +193,13 @@ def compare(
     return strategy, module
 
 
-def frozen(directory: Path) -> None:
+def frozen(directory):
     """Adapters are trained. What FSDP2 gathers of frozen weights is read from files, and no step writes them."""
     for make, activations in ((variant(Tuned, sharding=Half.sharding), "offload"), (Built, "keep")):
         compare_frozen(make, directory, activations)
 
 
-def compare_frozen(make: type[Any], directory: Path, activations: str) -> None:
+def compare_frozen(make, directory, activations):
     strategy, module = compare(make, directory, {**FROZEN, "activations": activations})
     assert strategy.stats.weights_bytes == 4 * BLOCK_BYTES
     assert strategy.stats.weights_resident_peak_bytes <= 2 * BLOCK_BYTES
@@ -217,7 +209,7 @@ def compare_frozen(make: type[Any], directory: Path, activations: str) -> None:
 CLIPPED = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "max_epochs": 2}
 
 
-def trained(directory: Path) -> None:
+def trained(directory):
     """All of it is trained, and all of it waits."""
     compare(Half, directory, EVERYTHING, **CLIPPED)
     compare(TrainedAndBuilt, directory, EVERYTHING)
@@ -225,7 +217,7 @@ def trained(directory: Path) -> None:
     compare(Away, directory, {**EVERYTHING, "activations": "recompute_offload"})
 
 
-def variants(directory: Path) -> None:
+def variants(directory):
     """More models and policies of both kinds."""
     for make, activations in ((Tuned, "keep"), (Tuned, "offload"), (variant(Tuned, reshard=False), "offload")):
         compare_frozen(make, directory, activations)
@@ -236,7 +228,7 @@ def variants(directory: Path) -> None:
     compare(Away, directory, EVERYTHING, precision="bf16-true")
 
 
-def shapes(directory: Path) -> None:
+def shapes(directory):
     """Memory that FSDP2 pads, shares between names, or gets late."""
     on_host = variant(Away, sharding={"offload_policy": CPUOffloadPolicy(pin_memory=False)})
     for make in (Uneven, Tied, on_host, Meta):
@@ -247,42 +239,42 @@ def shapes(directory: Path) -> None:
 class Counts(L.Callback):
     """What of files is in memory, and which steps change files of frozen weights, from the second step on."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.directory, self.shown = directory, 0
-        self.changed_at: list[int] = []
-        self.written_by: list[int] = []
+        self.changed_at = []
+        self.written_by = []
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer, pl_module):
         for block in pl_module.blocks:
             block.register_forward_hook(lambda *_: self.look())
             block.register_full_backward_hook(lambda *_: self.look())
 
-    def look(self) -> None:
+    def look(self):
         self.shown = max(self.shown, shown_bytes(self.directory))
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx >= 1:
             self.changed_at = frozen_changed_at(trainer.strategy.offloader)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.look()
         if batch_idx >= 1 and frozen_changed_at(trainer.strategy.offloader) != self.changed_at:
             self.written_by.append(batch_idx)
 
 
-def hybrid(directory: Path) -> None:
+def hybrid(directory):
     """Two copies of two shards each."""
     for make, policy in ((Hybrid, EVERYTHING), (variant(Hybrid, make_block=Adapted), FROZEN)):
         compare(make, directory, policy, sizes=(2, 2), gradient_clip_val=0.1, accumulate_grad_batches=2)
 
 
-def three(directory: Path) -> None:
+def three(directory):
     """Shards that no size divides into, one of three of them with padding alone."""
     for make in (Uneven, Tied):
         compare(make, directory, EVERYTHING, sizes=(3, 1), gradient_clip_val=0.1)
 
 
-def counted(directory: Path) -> None:
+def counted(directory):
     """Two units of shards are in memory at a time, and frozen ones are not written by any step."""
     for make, policy in ((Tuned, FROZEN), (Away, EVERYTHING)):
         own = directory / make.__name__  # models of other trainings go on to show their files
@@ -300,11 +292,11 @@ def counted(directory: Path) -> None:
 class Edits(L.Callback):
     """What callbacks do to weights between steps: load, average, clamp, look, and hold."""
 
-    def __init__(self) -> None:
-        self.average: dict[str, torch.Tensor] = {}
-        self.held: list[torch.Tensor] = []
+    def __init__(self):
+        self.average = {}
+        self.held = []
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         state = {name: value for name, value in pl_module.state_dict().items() if isinstance(value, DTensor)}
         for name, value in state.items():
             local = local_of(value).float()
@@ -323,26 +315,26 @@ class Edits(L.Callback):
 class Holds(L.Callback):
     """Somebody has gradients, their local parts, or a shard, while they would be exchanged."""
 
-    def __init__(self) -> None:
-        self.kept: list[Any] = []
+    def __init__(self):
+        self.kept = []
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer, pl_module):
         self.kept.append(pl_module.blocks[0].up.weight.to_local())
 
-    def on_after_backward(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_after_backward(self, trainer, pl_module):
         self.kept += [p.grad for p in pl_module.blocks[2].parameters()]
         self.kept += [p.grad.to_local() for p in pl_module.blocks[3].parameters()]
 
-    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
         for kept in self.kept[1:]:
             kept.mul_(2)  # of no consequence to the weights, nor to what comes next
 
 
-def edits(directory: Path) -> None:
+def edits(directory):
     """Whatever is done to shards and gradients past the forward is done to what is trained."""
-    found: list[list[Any]] = []
+    found = []
 
-    def callbacks() -> dict[str, Any]:
+    def callbacks():
         found.append([Edits(), Holds()])
         return {"callbacks": list(found[-1])}
 
@@ -353,7 +345,7 @@ def edits(directory: Path) -> None:
         assert torch.equal(local_of(kept), local_of(expected))
 
 
-def evaluated(directory: Path) -> None:
+def evaluated(directory):
     """Validation between epochs, a second fit, then test and predict, with shards away."""
     found = []
     for own in (plain, partial(ours, directory, **EVERYTHING)):
@@ -368,10 +360,10 @@ def evaluated(directory: Path) -> None:
     assert_identical(found[1], found[0])
 
 
-def checkpoints(directory: Path) -> None:
+def checkpoints(directory):
     """Sharded and full ones, written and read by either strategy."""
 
-    def look(trainer: L.Trainer, module: Any) -> dict[str, Any]:
+    def look(trainer, module):
         assert (module.num_in_files > 0) is isinstance(trainer.strategy, SSDOffloadFSDPStrategy)
         return found_of(trainer, module)
 

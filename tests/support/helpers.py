@@ -11,17 +11,15 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.telemetry.stats import OffloadStats
 from tests.support.patience import PATIENCE_S
 
 # The tests collect garbage often; what the imports have made need not be looked at each time.
@@ -58,49 +56,46 @@ AUTO_SETUPS = (PLANNED, PLANNING, AUTO)
 class Session:
     """What a program sees of the offloader; without one, every method does nothing."""
 
-    def __init__(self, offloader: Offloader | None = None, *, drained: bool = False, settled: bool = False) -> None:
+    def __init__(self, offloader=None, *, drained=False, settled=False):
         self.offloader = offloader
         self.drained = drained
         self.settled = settled
 
     @classmethod
-    def of(cls, offloader: Offloader, setup: Setup) -> Session:
+    def of(cls, offloader, setup):
         """As the setup says."""
         return cls(offloader, drained=setup.drained, settled=setup.settled)
 
-    def saved(self) -> AbstractContextManager[Any]:
+    def saved(self):
         """Around forward."""
         return nullcontext() if self.offloader is None else self.offloader.saved_tensors()
 
-    def drain(self) -> None:
+    def drain(self):
         """Between forward and backward: from here on only the disk has what was queued."""
         if self.offloader is not None and self.drained:
             self.offloader.flush()
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+    def backward(self, loss, *, retain_graph=False):
         """Backward of a loss, and the end of the step."""
         self.drain()
         loss.backward(retain_graph=retain_graph)
         self.end()
 
-    def end(self) -> None:
+    def end(self):
         """After backward."""
         if self.offloader is not None:
             self.offloader.end_backward()
             if self.settled:
                 self.offloader.wait_for_plan()
 
-    def register(self, module: torch.nn.Module) -> None:
+    def register(self, module):
         """Parameters that must not be offloaded."""
         if self.offloader is not None:
             self.offloader.register_module(module)
 
-    def optimizer(self, made: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def optimizer(self, made):
         """The one to use in the place of ``made``."""
         return made if self.offloader is None else self.offloader.offload_optimizer(made)
-
-
-Program = Callable[[Session], Any]
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ class Raised:
     trace: str = field(default="", compare=False, repr=False)
     meaning: str = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         object.__setattr__(self, "meaning", meaning_of(self.text))
 
 
@@ -124,7 +119,7 @@ _EDITED = re.compile(
 """In PyTorch's error and in ours about an edit of a saved tensor."""
 
 
-def meaning_of(text: str) -> str:
+def meaning_of(text):
     """Return the text of an error, or what PyTorch's words and ours about an edit of a saved tensor have in common."""
     found = _EDITED.search(text)
     return (
@@ -136,31 +131,31 @@ IS_ONE_OF_SEVERAL = "is a view and its base or another view of its base has been
 """In PyTorch's error about a saved tensor that is one of several views which one operation gave."""
 
 
-def maker_of(text: str) -> tuple[str, str] | None:
+def maker_of(text):
     """Return the output and the operation that such an error names."""
     found = _EDITED.search(text)
     return None if found is None or found["maker"] is None else (found["output"], found["maker"])
 
 
 @contextmanager
-def open_offloader(directory: Path, setup: Setup = DRAINED, **extra: Any) -> Iterator[Offloader]:
+def open_offloader(directory, setup=DRAINED, **extra):
     """An offloader as a test wants it; it also works where the temporary directory is in memory."""
     policy = OffloadPolicy(
-        activations=setup.activations,  # type: ignore[arg-type]
+        activations=setup.activations,
         min_tensor_bytes=setup.min_tensor_bytes,
-        verify=setup.verify,  # type: ignore[arg-type]
+        verify=setup.verify,
         activation_budget=setup.activation_budget,
         max_slowdown=setup.max_slowdown,
         recompute_modules=setup.recompute_modules or (),
     )
     # Drives alone, where no plan chooses: host memory would take everything of a device.
-    host_memory: Any = "auto" if setup.activations == "auto" else 0
+    host_memory = "auto" if setup.activations == "auto" else 0
     hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory=host_memory)
     with Offloader(policy=policy, hardware=hardware, **extra) as offloader:
         yield offloader
 
 
-def outcome(program: Program, session: Session) -> Any:
+def outcome(program, session):
     """What the program returned, or :class:`Raised`."""
     torch.manual_seed(11)
     try:
@@ -171,7 +166,7 @@ def outcome(program: Program, session: Session) -> Any:
         return Raised(type(error).__name__, str(error), traceback.format_exc())
 
 
-def assert_identical(got: Any, expected: Any, where: str = "result") -> None:
+def assert_identical(got, expected, where="result"):
     """Equal bit for bit: NaN equals NaN, 0.0 does not equal -0.0."""
     if isinstance(got, Raised) and got != expected:
         wanted = expected if isinstance(expected, Raised) else "no error"
@@ -193,12 +188,12 @@ def assert_identical(got: Any, expected: Any, where: str = "result") -> None:
         assert got == expected, f"{where}: {got!r} != {expected!r}"
 
 
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def raw_bytes(tensor):
     """The elements' bytes, in logical order."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def assert_released(offloader: Offloader) -> None:
+def assert_released(offloader):
     """Nothing that belonged to a graph is left, in memory or on disk."""
     # After an error autograd's queue holds the nodes that it did not get to, until this thread's next backward.
     torch.zeros(1, requires_grad=True).sum().backward()
@@ -212,26 +207,18 @@ def assert_released(offloader: Offloader) -> None:
     assert disk_used_bytes(offloader) == 0, f"{disk_used_bytes(offloader)} bytes still taken on disk"
 
 
-def disk_used_bytes(offloader: Offloader) -> int:
+def disk_used_bytes(offloader):
     """Bytes of the spill files that belong to some saved storage."""
     tier = offloader._parts.tiers.ssd  # no public counter tells it
     return 0 if tier is None else sum(arena.used_bytes for arena in tier._arenas)
 
 
-def moved(stats: OffloadStats) -> int:
+def moved(stats):
     """Bytes that took any of our ways: if this is 0, nothing was tested."""
     return stats.bytes_read + stats.bytes_forwarded
 
 
-def assert_same(
-    program: Program,
-    directory: Path,
-    *,
-    setups: Sequence[Setup] = SETUPS,
-    raises: bool = False,
-    moves: bool = True,
-    **extra: Any,
-) -> Any:
+def assert_same(program, directory, *, setups=SETUPS, raises=False, moves=True, **extra):
     """Run ``program`` plainly and under each setup; results, or errors, must be the same.
 
     Args:
@@ -279,7 +266,7 @@ class Training:
     max_norm: float | None = None  # of the gradients
     after_step: Callable[[torch.nn.Module, int], object] = lambda model, step: None
 
-    def __call__(self, session: Session) -> dict[str, Any]:
+    def __call__(self, session):
         """Train; returns losses, gradients and their norm in every step, and the final weights, buffers and states."""
         torch.manual_seed(3)
         model = self.prepare(self.make_model())
@@ -287,7 +274,7 @@ class Training:
         session.register(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = session.optimizer(self.make_optimizer(trained))
-        seen: dict[str, Any] = {"losses": [], "gradients": [], "norms": []}
+        seen = {"losses": [], "gradients": [], "norms": []}
         for step in range(self.steps):
             for micro in range(self.num_micro_batches):
                 batch = self.make_batch(step * self.num_micro_batches + micro)
@@ -308,13 +295,13 @@ class Training:
         seen["optimizer"] = dict(sorted(optimizer.state_dict()["state"].items()))
         return seen
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def _autocast(self):
         if self.autocast is None:
             return nullcontext()
         return torch.autocast("cpu", dtype=self.autocast)
 
 
-def assert_parity(training: Training, directory: Path, *, setups: Sequence[Setup] = SETUPS, **extra: Any) -> None:
+def assert_parity(training, directory, *, setups=SETUPS, **extra):
     """Losses, every gradient and every weight equal those of a twin without offloading, and bytes really moved."""
     expected = outcome(training, Session())
     assert not isinstance(expected, Raised), f"the plain run raised {expected}"
@@ -334,11 +321,11 @@ def assert_parity(training: Training, directory: Path, *, setups: Sequence[Setup
                 assert stats.bytes_read > 0, f"{setup}: nothing was read"
 
 
-def within(seconds: float, work: Callable[[], object]) -> None:
+def within(seconds, work):
     """Run in a thread of its own; one that never ends fails the test instead of stopping all tests."""
-    raised: list[BaseException] = []
+    raised = []
 
-    def run() -> None:
+    def run():
         try:
             work()
         except BaseException as error:

@@ -10,8 +10,6 @@ since all of its points are left alike. A tracer of lines would not do: it is ca
 is given back, where Python looks for no signal.
 """
 
-from __future__ import annotations
-
 import argparse
 import dis
 import faulthandler
@@ -26,10 +24,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 
@@ -64,30 +59,30 @@ REMEMBERING = ("recompute", "plan")
 class Remembering(torch.nn.Module):
     """Draws, and changes a buffer and an attribute, in each forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.norm = torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH)
         self.dropout = torch.nn.Dropout(0.1)
         self.num_calls = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.num_calls += 1
         factor = (1 + random.random()) * self.num_calls
         return torch.tanh(self.dropout(self.norm(self.linear(x))) * factor)
 
 
-AFTER_FORWARD: list[str] = []
+AFTER_FORWARD = []
 """What :func:`state_of` gave there, while backward runs."""
 
 
-def state_of(model: torch.nn.Module) -> str:
+def state_of(model):
     """What blocks remember, and where random numbers are."""
     remembered = [getattr(block, "num_calls", 0) for block in model.children()]
     buffers = [buffer.tolist() for buffer in model.buffers()]
     return repr((buffers, remembered, zlib.crc32(repr(random.getstate()).encode())))
 
 
-def make_model(kind: str = "offload") -> torch.nn.Module:
+def make_model(kind="offload"):
     torch.manual_seed(1)
     if kind in REMEMBERING:
         return torch.nn.Sequential(*(Remembering() for _ in range(3)))
@@ -95,12 +90,12 @@ def make_model(kind: str = "offload") -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def batch() -> torch.Tensor:
+def batch():
     torch.manual_seed(2)
     return torch.randn(128, WIDTH)
 
 
-def gradients(model: torch.nn.Module, offloader: Offloader | None) -> list[torch.Tensor]:
+def gradients(model, offloader):
     """One pass; its bits."""
     model.zero_grad()
     AFTER_FORWARD.clear()
@@ -120,19 +115,19 @@ def gradients(model: torch.nn.Module, offloader: Offloader | None) -> list[torch
 class Trial:
     """One training that is interrupted, and what is left of it."""
 
-    def __init__(self, directory: Path, kind: str) -> None:
+    def __init__(self, directory, kind):
         self.directory = directory
         self.kind = kind
         AFTER_FORWARD.clear()
-        self.offloader: Offloader | None = None
+        self.offloader = None
         self.model = make_model(kind)
         self.has_updated = False
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
 
-    def run(self) -> None:
+    def run(self):
         """Everything that a training does, from opening to closing."""
         hardware = HardwareProfile(paths=[self.directory / "spill"], allow_unsuitable_paths=True, host_memory=0)
-        policy = OffloadPolicy(min_tensor_bytes=1024, **KINDS[self.kind])  # type: ignore[arg-type]
+        policy = OffloadPolicy(min_tensor_bytes=1024, **KINDS[self.kind])
         self.offloader = Offloader(policy=policy, hardware=hardware)
         self.offloader.open(self.model)
         self.optimizer = self.offloader.offload_optimizer(self.optimizer)
@@ -146,7 +141,7 @@ class Trial:
         del checkpoint
         self.offloader.close()
 
-    def go_on(self) -> str | None:
+    def go_on(self):
         """After the interrupt: another pass has the bits of plain training, and closing works."""
         offloader = self.offloader
         if not self.has_updated and not all(
@@ -162,7 +157,7 @@ class Trial:
                 buffer.copy_(before)
             if self.kind in REMEMBERING:
                 for block in self.model.children():
-                    block.num_calls -= 1  # type: ignore[operator]
+                    block.num_calls -= 1
             got = gradients(self.model, offloader)
             if not all(map(torch.equal, expected, got)):
                 return "the next pass has other bits"
@@ -178,7 +173,7 @@ class Trial:
         return None
 
 
-def left(directory: Path, before: set[str]) -> list[str]:
+def left(directory, before):
     """Threads, descriptors and files that are there still."""
     found = [f"thread {t.name}" for t in threading.enumerate() if t is not threading.main_thread()]
     for number in set(os.listdir("/proc/self/fd")) - before:
@@ -194,22 +189,22 @@ def left(directory: Path, before: set[str]) -> list[str]:
 
 
 class Report:
-    def __init__(self) -> None:
+    def __init__(self):
         self.counts = {"trials": 0, "interrupted": 0, "obeyed": 0, "slowest_s": 0.0}
-        self.faults: list[str] = []
+        self.faults = []
         self.run_s = 0.0
         sys.unraisablehook = lambda told: self.faults.append(f"ignored: {told.exc_value!r} in {told.object!r}")
 
-    def fault(self, where: str, what: str) -> None:
+    def fault(self, where, what):
         self.faults.append(f"{where}: {what}")
         print(self.faults[-1], file=sys.stderr, flush=True)  # should the next one hang
 
-    def trial(self, directory: Path, kind: str, arm: Callable[[], None], disarm: Callable[[], str | None]) -> bool:
+    def trial(self, directory, kind, arm, disarm):
         """Returns whether the interrupt came."""
         before = set(os.listdir("/proc/self/fd"))
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         trial, caught, began_s, run_began_s = Trial(directory, kind), None, 0.0, time.perf_counter()
-        where: str | None = None  # the interrupt may come between the trial and disarm()
+        where = None  # the interrupt may come between the trial and disarm()
         try:
             try:
                 arm()
@@ -259,7 +254,7 @@ class Report:
         return where is not None
 
 
-def by_timer(report: Report, directory: Path, kinds: list[str], num: int, seed: int) -> None:
+def by_timer(report, directory, kinds, num, seed):
     """So many interrupts at random moments."""
     draw = random.Random(seed)
     duration_s = {}
@@ -267,16 +262,16 @@ def by_timer(report: Report, directory: Path, kinds: list[str], num: int, seed: 
         for _ in range(3):
             report.trial(directory, kind, lambda: None, lambda: None)
             duration_s[kind] = report.run_s
-    fired: list[str] = []
+    fired = []
 
-    def handler(number: int, frame: FrameType | None) -> None:
+    def handler(number, frame):
         code = None if frame is None else frame.f_code
-        fired.append("" if code is None else f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")  # type: ignore[union-attr]
+        fired.append("" if code is None else f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")
         send_interrupt()
 
     signal.signal(signal.SIGALRM, handler)
 
-    def disarm() -> str | None:
+    def disarm():
         signal.setitimer(signal.ITIMER_REAL, 0)
         return fired[-1] if fired else None
 
@@ -287,13 +282,13 @@ def by_timer(report: Report, directory: Path, kinds: list[str], num: int, seed: 
         report.trial(directory, kind, lambda: signal.setitimer(signal.ITIMER_REAL, delay_s) and None, disarm)  # noqa: B023
 
 
-def send_interrupt() -> None:
+def send_interrupt():
     """Press Ctrl-C."""
     SENT_S[0] = time.perf_counter()
     signal.raise_signal(signal.SIGINT)
 
 
-def obey(number: int, frame: FrameType | None) -> None:
+def obey(number, frame):
     """Handle SIGINT as Python does, and tell when it was sent."""
     raise KeyboardInterrupt(SENT_S[0])
 
@@ -301,27 +296,27 @@ def obey(number: int, frame: FrameType | None) -> None:
 class Points:
     """Sends an interrupt once at each point of our code at which Python would look for signals, one per trial."""
 
-    def __init__(self, share: tuple[int, int]) -> None:
-        self.seen: set[tuple[Any, ...]] = set()
+    def __init__(self, share):
+        self.seen = set()
         self.share = share
-        self.where: str | None = None
-        self._section: object = None
+        self.where = None
+        self._section = None
         self._num_sections = 0
 
-    def start(self) -> None:
+    def start(self):
         self.where = self._section = None
         self._num_sections = 0
         sys.setprofile(self.look)
 
-    def stop(self) -> str | None:
+    def stop(self):
         sys.setprofile(None)
         return self.where
 
-    def look(self, frame: FrameType, event: str, arg: Any) -> None:
+    def look(self, frame, event, arg):
         if event == "call" or event in ("c_return",):
             self.at(frame, event)
 
-    def key(self, frame: FrameType, event: str) -> tuple[Any, ...]:
+    def key(self, frame, event):
         """What makes two points the same."""
         section = signal.getsignal(signal.SIGINT)
         if isinstance(section, deferring_interrupts) and frame.f_code.co_filename != GUARD:
@@ -330,7 +325,7 @@ class Points:
             return self._num_sections, event
         return frame.f_code.co_filename, frame.f_code.co_qualname, frame.f_lasti, event
 
-    def at(self, frame: FrameType, event: str) -> None:
+    def at(self, frame, event):
         code = frame.f_code
         if self.where is not None or not code.co_filename.startswith(PACKAGE) or may_be_closing(frame):
             return
@@ -348,7 +343,7 @@ class Points:
         send_interrupt()
 
 
-def may_be_closing(frame: FrameType) -> bool:
+def may_be_closing(frame):
     """Whether this is a generator expression that goes on after a value: so it looks while one is dropped halfway, too,
     where Python looks for no signal. An interrupt there would come out of the call around it, as at its begin.
     """
@@ -356,7 +351,7 @@ def may_be_closing(frame: FrameType) -> bool:
     return code.co_name == "<genexpr>" and code.co_code[frame.f_lasti] == dis.opmap["YIELD_VALUE"]
 
 
-def by_tracer(report: Report, directory: Path, kinds: list[str], share: tuple[int, int]) -> None:
+def by_tracer(report, directory, kinds, share):
     """At every point once, for each kind of training."""
     for kind in kinds:
         report.trial(directory, kind, lambda: None, lambda: None)
@@ -365,7 +360,7 @@ def by_tracer(report: Report, directory: Path, kinds: list[str], share: tuple[in
             pass
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("how", choices=["timer", "tracer"])
     parser.add_argument("directory", type=Path)

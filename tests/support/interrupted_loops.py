@@ -1,11 +1,8 @@
 """Trains until somebody presses Ctrl-C, with a Trainer, with Fabric, or in two processes. Started by tests."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -16,34 +13,34 @@ from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 
 
 class Net(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
 
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+    def training_step(self, batch, index):
         if index == 5:
             print("training", flush=True)
         return self.layers(batch).tanh().square().mean()
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return torch.utils.data.DataLoader(RandomDataset(64, 1 << 20), batch_size=64)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
 
 
-MORE: dict[str, Any] = {}
+MORE = {}
 """What is offloaded besides activations and states."""
 
 
-def settings(directory: Path) -> dict[str, Any]:
+def settings(directory):
     return {
         "policy": OffloadPolicy(activations="offload", optimizer_states="offload", min_tensor_bytes=1024, **MORE),
         "hardware": HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
     }
 
 
-def by_trainer(directory: Path, devices: int) -> None:
+def by_trainer(directory, devices):
     trainer = L.Trainer(
         strategy=SSDOffloadStrategy(**settings(directory)),
         accelerator="cpu",
@@ -56,7 +53,7 @@ def by_trainer(directory: Path, devices: int) -> None:
     trainer.fit(Net())
 
 
-def by_fabric(directory: Path) -> None:
+def by_fabric(directory):
     fabric = L.Fabric(strategy=SSDOffloadFabricStrategy(**settings(directory)), accelerator="cpu", devices=1)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
@@ -71,7 +68,7 @@ def by_fabric(directory: Path) -> None:
                 print("training", flush=True)
 
 
-def main() -> None:
+def main():
     how, directory = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     if "everything" in sys.argv[3:]:

@@ -1,16 +1,11 @@
 """Streams without a device: copies that end late, or when the test lets them."""
 
-from __future__ import annotations
-
 import queue
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-import torch
 
 from tests.support.patience import PATIENCE_S
 
@@ -18,17 +13,17 @@ from tests.support.patience import PATIENCE_S
 class LateMark:
     """Passed when the stream gets there; ``honest=False`` claims to have passed at once."""
 
-    def __init__(self, *, honest: bool, again: Callable[[], LateMark] | None = None, stream: str = "") -> None:
+    def __init__(self, *, honest, again=None, stream=""):
         self.stream = stream
         self.passed = threading.Event()
         self.again = again or (lambda: self)
         self._honest = honest
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         if self._honest:
             self.passed.wait()
 
-    def query(self) -> bool:
+    def query(self):
         return self.passed.is_set() or not self._honest
 
 
@@ -37,61 +32,61 @@ class LateCopies:
 
     is_asynchronous = True
 
-    def __init__(self, *, seed: int, max_delay_s: float, honest: bool = True) -> None:
+    def __init__(self, *, seed, max_delay_s, honest=True):
         draw = random.Random(seed)
         self._honest = honest
         self._streams = {
             name: _stream(name, lambda: time.sleep(draw.uniform(0, max_delay_s))) for name in ("compute", "out", "in")
         }
         self.num_copies = 0
-        self.waited_on: list[LateMark] = []
+        self.waited_on = []
 
-    def close(self) -> None:
+    def close(self):
         for work in self._streams.values():
             work.put(None)
 
-    def _queue(self, stream: str, action: Callable[[], None]) -> LateMark:
+    def _queue(self, stream, action):
         mark = LateMark(honest=self._honest, again=lambda: self._queue(stream, lambda: None), stream=stream)
         waiting = [action]
 
-        def run() -> None:
+        def run():
             waiting.pop()()  # whoever sees the mark finds nobody who holds the tensors of the copy
             mark.passed.set()
 
         self._streams[stream].put(run)
         return mark
 
-    def mark(self) -> LateMark:
+    def mark(self):
         return self._queue("compute", lambda: None)
 
-    def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: LateMark) -> LateMark:
+    def copy_out(self, host, device, after):
         return self._copy("out", host, device, after)
 
-    def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: LateMark) -> LateMark:
+    def copy_in(self, device, host, after):
         return self._copy("in", device, host, after)
 
-    def _copy(self, stream: str, target: torch.Tensor, source: torch.Tensor, after: LateMark) -> LateMark:
+    def _copy(self, stream, target, source, after):
         self.num_copies += 1
 
-        def copy() -> None:
+        def copy():
             after.passed.wait()
             target.copy_(source)
 
         return self._queue(stream, copy)
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self):
         return False
 
-    def protect(self, tensor: torch.Tensor) -> None:
+    def protect(self, tensor):
         assert tensor.device.type == "cpu"
 
-    def wait_on_current_stream(self, mark: LateMark) -> None:
+    def wait_on_current_stream(self, mark):
         self.waited_on.append(mark)
         mark.synchronize()  # the CPU is its own stream
 
 
 @contextmanager
-def late_copies(*, max_delay_s: float = 0.004, honest: bool = True) -> Iterator[LateCopies]:
+def late_copies(*, max_delay_s=0.004, honest=True):
     copies = LateCopies(seed=0, max_delay_s=max_delay_s, honest=honest)
     try:
         yield copies
@@ -102,21 +97,21 @@ def late_copies(*, max_delay_s: float = 0.004, honest: bool = True) -> Iterator[
 class HeldMark:
     """Passed when its copy was let through."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.passed, self.asked = threading.Event(), threading.Event()
         self.stream = self  # none stands for another
-        self.error: BaseException | None = None
+        self.error = None
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.asked.set()
         assert self.passed.wait(PATIENCE_S), "nobody let this copy through"
         if self.error is not None:
             raise self.error
 
-    def query(self) -> bool:
+    def query(self):
         return self.passed.is_set()
 
-    def again(self) -> HeldMark:
+    def again(self):
         return self
 
 
@@ -129,27 +124,27 @@ class HeldCopies:
 
     is_asynchronous = True
 
-    def __init__(self, *, held: bool = True) -> None:
+    def __init__(self, *, held=True):
         self.held = held
-        self.fail: dict[int, Exception] = {}
-        self.fail_late: dict[int, Exception] = {}
-        self.copied: list[tuple[str, int]] = []
+        self.fail = {}
+        self.fail_late = {}
+        self.copied = []
         self.num_queued = 0
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[str, torch.Tensor, torch.Tensor, HeldMark]] = deque()
+        self._waiting = deque()
 
-    def mark(self) -> HeldMark:
+    def mark(self):
         mark = HeldMark()
         mark.passed.set()
         return mark
 
-    def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: HeldMark) -> HeldMark:
+    def copy_out(self, host, device, after):
         return self._copy("out", host, device)
 
-    def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: HeldMark) -> HeldMark:
+    def copy_in(self, device, host, after):
         return self._copy("in", device, host)
 
-    def _copy(self, direction: str, target: torch.Tensor, source: torch.Tensor) -> HeldMark:
+    def _copy(self, direction, target, source):
         mark = HeldMark()
         with self._changed:
             number = self.num_queued
@@ -164,12 +159,12 @@ class HeldCopies:
             self.let_through(1)
         return mark
 
-    def wait_queued(self, number: int) -> None:
+    def wait_queued(self, number):
         """Until so many copies have been queued in all."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.num_queued >= number, 10), f"only {self.num_queued} queued"
 
-    def let_through(self, number: int) -> None:
+    def let_through(self, number):
         for _ in range(number):
             direction, target, source, mark = self._waiting.popleft()
             target.copy_(source)
@@ -177,18 +172,18 @@ class HeldCopies:
             del target, source
             mark.passed.set()
 
-    def free_run(self) -> None:
+    def free_run(self):
         """Everything that is held, and from now on each copy at once."""
         self.held = False
         self.let_through(len(self._waiting))
 
-    def wait_on_current_stream(self, mark: HeldMark) -> None:
+    def wait_on_current_stream(self, mark):
         mark.synchronize()
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self):
         return False
 
-    def protect(self, tensor: torch.Tensor) -> None:
+    def protect(self, tensor):
         assert tensor.device.type == "cpu"
 
 
@@ -201,17 +196,17 @@ class SeveralStreams:
 
     is_asynchronous = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.current = "main"
         self.is_recording = False
-        self.protected: list[tuple[str, int]] = []
-        self._streams: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self.protected = []
+        self._streams = {}
 
-    def work(self, action: Callable[[], None], stream: str | None = None) -> LateMark:
+    def work(self, action, stream=None):
         name = stream or self.current
         mark = LateMark(honest=True, again=lambda: self.work(lambda: None, name))
 
-        def run() -> None:
+        def run():
             action()
             mark.passed.set()
 
@@ -220,52 +215,52 @@ class SeveralStreams:
         self._streams[name].put(run)
         return mark
 
-    def close(self) -> None:
+    def close(self):
         for work in self._streams.values():
             work.put(None)
 
-    def mark(self) -> LateMark:
+    def mark(self):
         return self.work(lambda: None)
 
-    def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: LateMark) -> LateMark:
+    def copy_out(self, host, device, after):
         return self._copy("out", host, device, after)
 
-    def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: LateMark) -> LateMark:
+    def copy_in(self, device, host, after):
         return self._copy("in", device, host, after)
 
-    def _copy(self, stream: str, target: torch.Tensor, source: torch.Tensor, after: LateMark) -> LateMark:
-        def copy() -> None:
+    def _copy(self, stream, target, source, after):
+        def copy():
             after.passed.wait()
             target.copy_(source)
 
         return self.work(copy, stream)
 
-    def wait_on_current_stream(self, mark: LateMark) -> None:
+    def wait_on_current_stream(self, mark):
         mark.synchronize()
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self):
         return self.is_recording
 
-    def protect(self, tensor: torch.Tensor) -> None:
+    def protect(self, tensor):
         self.protected.append((self.current, tensor.untyped_storage().data_ptr()))
 
 
 class StreamOfThread(SeveralStreams):
     """The test's thread has its own stream, as under ``torch.cuda.stream``; all others are on the default one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self._thread = threading.get_ident()
 
-    def mark(self) -> LateMark:
+    def mark(self):
         is_here = threading.get_ident() == self._thread
         return self.work(lambda: None, self.current if is_here else "default")
 
 
-def _stream(name: str, before: Callable[[], object] = int) -> queue.SimpleQueue[Callable[[], None] | None]:
-    work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+def _stream(name, before=int):
+    work = queue.SimpleQueue()
 
-    def run() -> None:
+    def run():
         while (item := work.get()) is not None:
             before()
             item()

@@ -3,12 +3,11 @@
 import os
 import threading
 import time
-from pathlib import Path
 
 _ON_ITS_WAY_S = 10.0
 
 
-def open_files(directory: Path) -> list[str]:
+def open_files(directory):
     """Descriptors of this process that lead into ``directory``; anonymous files show as deleted ones."""
     targets = []
     for descriptor in os.listdir("/proc/self/fd"):
@@ -19,7 +18,7 @@ def open_files(directory: Path) -> list[str]:
     return [target for target in targets if target.startswith(str(directory))]
 
 
-def assert_nothing_left(directory: Path) -> None:
+def assert_nothing_left(directory):
     # A task's end is told by the task: its thread is on its way out then, which on a busy machine takes a moment.
     deadline_s = time.monotonic() + _ON_ITS_WAY_S
     while names := [t.name for t in threading.enumerate() if t.name.startswith("lightning_ssd")]:

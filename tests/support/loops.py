@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
@@ -20,13 +19,13 @@ VOCABULARY, WINDOW, WIDTH = 50, 16, 32
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.qkv(self.first(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -36,20 +35,20 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Tied weights, dropout, two blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(WINDOW, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens) + self.place.weight
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
-    def greedy(self, tokens: Tensor) -> Tensor:
+    def greedy(self, tokens):
         """A method that calls the modules inside, and is not marked as a forward."""
         return self.head(self.norm(self.embed(tokens))).argmax(-1)
 
@@ -57,7 +56,7 @@ class Gpt(nn.Module):
 class Conv(nn.Module):
     """Buffers that change in forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
             *(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
@@ -65,34 +64,34 @@ class Conv(nn.Module):
         )
         self.head = nn.Linear(8 * 8 * 8, VOCABULARY)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         # Of the precision that the weights have, as Fabric casts inputs only if they are floating.
         pictures = torch.stack([tokens] * WINDOW, 1).unsqueeze(1).to(self.head.weight.dtype) / VOCABULARY
         return self.head(self.body(pictures)).unsqueeze(1).expand(-1, WINDOW, -1)
 
 
-def batches(number: int, *, seed: int = 0) -> list[Tensor]:
+def batches(number, *, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCABULARY, (8, WINDOW), generator=generator) for _ in range(number)]
 
 
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+def loss_of(logits, tokens):
     return functional.cross_entropy(logits.float().flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
-def ours(directory: Path, *, activations: str = "offload", states: str = "offload", **more: Any) -> Any:
+def ours(directory, *, activations="offload", states="offload", **more):
     """Everything moves; works where the temporary directory is in memory, too."""
     policy = OffloadPolicy(activations=activations, optimizer_states=states, min_tensor_bytes=0)
     hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
     return SSDOffloadFabricStrategy(policy=policy, hardware=hardware, **more)
 
 
-def make_fabric(strategy: Any, **settings: Any) -> Fabric:
+def make_fabric(strategy, **settings):
     settings = {"accelerator": "cpu", "devices": 1, **settings}
     return Fabric(strategy=strategy, **settings)
 
 
-def drain(fabric: Fabric) -> None:
+def drain(fabric):
     """Between forward and backward: from here on only the disk has what was queued."""
     offloader = getattr(fabric.strategy, "offloader", None)
     if offloader is not None:
@@ -110,14 +109,14 @@ class Loop:
     own_backward: bool = False
     prepare: Callable[[nn.Module], Any] = lambda module: module
 
-    def __call__(self, fabric: Fabric, *, seed: int = 0) -> dict[str, Any]:
+    def __call__(self, fabric, *, seed=0):
         """Train; returns what there is to compare."""
         settle_first_calls()
         torch.manual_seed(3)
         module = self.make()
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         model, optimizer = fabric.setup(self.prepare(module), optimizer)
-        seen: dict[str, Any] = {"losses": [], "norms": []}
+        seen = {"losses": [], "norms": []}
         for number, tokens in enumerate(batches(self.num_steps * self.num_micro_batches, seed=seed)):
             ends = (number + 1) % self.num_micro_batches == 0
             with fabric.no_backward_sync(model, enabled=not ends):
@@ -138,7 +137,7 @@ class Loop:
         return seen
 
 
-def more_steps(fabric: Fabric, model, optimizer, *, seed: int) -> dict[str, object]:
+def more_steps(fabric, model, optimizer, *, seed):
     torch.manual_seed(seed)
     losses = []
     for tokens in batches(2, seed=seed):

@@ -1,15 +1,13 @@
 """A step that saves and moves, of no network in particular."""
 
-from __future__ import annotations
-
 import torch
 
-from lightning_ssd import Offloader, OffloadPolicy
+from lightning_ssd import OffloadPolicy
 
 OFFLOAD_ALL = OffloadPolicy(activations="offload", min_tensor_bytes=0)
 
 
-def step(offloader: Offloader, *, size: int = 300) -> None:
+def step(offloader, *, size=300):
     x = torch.randn(size, size, requires_grad=True)
     with offloader.saved_tensors():
         loss = x.exp().sin().cos().tanh().sum()

@@ -1,22 +1,13 @@
 """Offloaders for models on a CPU, or on a device whose copies end late."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
 
-from torch import nn
-
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd import HardwareProfile, Offloader
 from tests.support.late import late_copies
 
 
 @contextmanager
-def offloaders(
-    directory: Path, policy: Callable[..., OffloadPolicy], *, is_late: bool = False
-) -> Iterator[Callable[..., Offloader]]:
+def offloaders(directory, policy, *, is_late=False):
     """Makes open ones with these modules and options of the policy; they are closed at the end.
 
     Args:
@@ -27,7 +18,7 @@ def offloaders(
     made = []
     with late_copies(max_delay_s=0.001) if is_late else nullcontext() as copies:
 
-        def make(*modules: nn.Module, **options: Any) -> Offloader:
+        def make(*modules, **options):
             named = {name: options.pop(name) for name in ("_wrap_backend", "agree") if name in options}
             memory = {"host_memory": options.pop("host_memory", 0)} if is_late else {}
             if is_late:

@@ -1,11 +1,6 @@
 """An offloaded optimizer and its plain twin, side by side."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,59 +8,55 @@ from torch.optim import Optimizer
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
-from lightning_ssd.optimizer.step.partition import Partition
-from lightning_ssd.optimizer.store.files import StateFiles
-from lightning_ssd.optimizer.store.store import StateStore
-from lightning_ssd.storage.backend import Backend
 from tests.support.faults import FaultyBackend
 from tests.support.state_stores import used_bytes as store_bytes
 
 Shapes = tuple[tuple[int, ...], ...]
-TEN: Shapes = ((128, 150),) * 10
+TEN = ((128, 150),) * 10
 
 
 class Pair:
     """The same parameters twice: one for an offloaded optimizer, one for a plain twin."""
 
-    def __init__(self, make: Callable[[Any], Optimizer], shapes: Shapes = TEN):
+    def __init__(self, make, shapes=TEN):
         generator = torch.Generator().manual_seed(1)
         self.mine = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
         self.plain = [nn.Parameter(p.detach().clone()) for p in self.mine]
         self.inner, self.twin = make(self.mine), make(self.plain)
         self._generator = generator
 
-    def set_gradients(self, active: list[int] | None = None) -> None:
+    def set_gradients(self, active=None):
         for number, (mine, plain) in enumerate(zip(self.mine, self.plain, strict=True)):
             mine.grad = plain.grad = None
             if active is None or number in active:
                 gradient = torch.randn(mine.shape, generator=self._generator).to(mine.dtype)
                 mine.grad, plain.grad = gradient, gradient.clone()
 
-    def step(self, optimizer: Optimizer, active: list[int] | None = None) -> None:
+    def step(self, optimizer, active=None):
         self.set_gradients(active)
         optimizer.step()
         self.twin.step()
 
-    def train(self, optimizer: Optimizer, steps: int) -> None:
+    def train(self, optimizer, steps):
         for _ in range(steps):
             self.step(optimizer)
 
-    def check(self, optimizer: Optimizer | None = None) -> None:
+    def check(self, optimizer=None):
         assert_same_parameters(self.mine, self.plain)
         if optimizer is not None:
             assert_same_states(optimizer.state_dict(), self.twin.state_dict())
 
 
-def adamw(parameters: Any) -> Optimizer:
+def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def assert_same_parameters(mine: list[nn.Parameter], plain: list[nn.Parameter]) -> None:
+def assert_same_parameters(mine, plain):
     for number, (one, other) in enumerate(zip(mine, plain, strict=True)):
         assert torch.equal(one, other), f"parameter {number} of shape {tuple(one.shape)}"
 
 
-def assert_same_states(mine: dict[str, Any], plain: dict[str, Any]) -> None:
+def assert_same_states(mine, plain):
     assert mine["param_groups"] == plain["param_groups"]
     assert mine["state"].keys() == plain["state"].keys()
     for number, state in plain["state"].items():
@@ -77,12 +68,12 @@ def assert_same_states(mine: dict[str, Any], plain: dict[str, Any]) -> None:
             assert same(mine["state"][number][key], value), (number, key)
 
 
-def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def equal(one, other):
     """Where both are not a number they are equal."""
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     if isinstance(one, torch.Tensor) is not isinstance(other, torch.Tensor):
         return False
     if isinstance(other, torch.Tensor):
@@ -96,10 +87,10 @@ def same(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def opened(*directories: Path, faults: list[FaultyBackend] | None = None, **kwargs: Any) -> Iterator[Offloader]:
+def opened(*directories, faults=None, **kwargs):
     """An offloader whose optimizers' backends are put into ``faults``."""
 
-    def wrap(backend: Backend) -> Backend:
+    def wrap(backend):
         if faults is None:
             return backend
         faults.append(FaultyBackend(backend))
@@ -117,7 +108,7 @@ def opened(*directories: Path, faults: list[FaultyBackend] | None = None, **kwar
 
 
 @contextmanager
-def wrapped(inner: Optimizer, *directories: Path, **kwargs: Any) -> Iterator[OffloadedOptimizer]:
+def wrapped(inner, *directories, **kwargs):
     """Declared, whatever it is."""
     with opened(*directories, declared=type(inner).__name__, **kwargs) as offloader:
         optimizer = offloader.offload_optimizer(inner)
@@ -126,9 +117,7 @@ def wrapped(inner: Optimizer, *directories: Path, **kwargs: Any) -> Iterator[Off
 
 
 @contextmanager
-def offloaded_pair(
-    make: Callable[[Any], Optimizer], directory: Path, shapes: Shapes = TEN, *, steps: int = 0
-) -> Iterator[tuple[Pair, OffloadedOptimizer]]:
+def offloaded_pair(make, directory, shapes=TEN, *, steps=0):
     """A pair, one of which is wrapped, after so many steps."""
     pair = Pair(make, shapes)
     with wrapped(pair.inner, directory) as optimizer:
@@ -137,37 +126,35 @@ def offloaded_pair(
 
 
 @contextmanager
-def offloaded(
-    inner: Optimizer, *directories: Path, **kwargs: Any
-) -> Iterator[tuple[OffloadedOptimizer, FaultyBackend]]:
+def offloaded(inner, *directories, **kwargs):
     """Wrapped, on drives that fail as the test says."""
-    faults: list[FaultyBackend] = []
+    faults = []
     with wrapped(inner, *directories, faults=faults, **kwargs) as optimizer:
         yield optimizer, faults[-1]
 
 
-def store_of(optimizer: Optimizer) -> StateStore:
+def store_of(optimizer):
     assert isinstance(optimizer, OffloadedOptimizer)
     return optimizer._states.store
 
 
-def files_of(optimizer: Optimizer) -> StateFiles:
+def files_of(optimizer):
     assert isinstance(optimizer, OffloadedOptimizer)
     return optimizer._states.files
 
 
-def partition_of(optimizer: Optimizer) -> Partition:
+def partition_of(optimizer):
     assert isinstance(optimizer, OffloadedOptimizer)
     return optimizer._states.partition
 
 
-def lent_of(optimizer: Optimizer) -> dict[Any, Any]:
+def lent_of(optimizer):
     """By parameter, what is in memory because somebody holds it."""
     assert isinstance(optimizer, OffloadedOptimizer)
     return optimizer._states.lent
 
 
-def used_bytes(optimizer: Optimizer) -> int:
+def used_bytes(optimizer):
     """Of all directories."""
     return store_bytes(store_of(optimizer))
 
@@ -175,11 +162,11 @@ def used_bytes(optimizer: Optimizer) -> int:
 class Nested(Optimizer):
     """Keeps a list of tensors, a dictionary, a late state, and swaps two buffers."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "calls": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             group["calls"] += 1
             for p in group["params"]:

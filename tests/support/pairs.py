@@ -1,15 +1,11 @@
 """Combinations of settings: those that cover each pair or value are default tests, all others are exhaustive."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
-from typing import Any
 
 import pytest
 
 
-def pairwise(names: str, *axes: Iterable[Any], indirect: Sequence[str] = ()) -> pytest.MarkDecorator:
+def pairwise(names, *axes, indirect=()):
     """Return what parametrizes a test with every combination of values.
 
     Args:
@@ -20,7 +16,7 @@ def pairwise(names: str, *axes: Iterable[Any], indirect: Sequence[str] = ()) -> 
     return pytest.mark.parametrize(names, list(_marked([list(axis) for axis in axes])), indirect=list(indirect))
 
 
-def each_once(names: str, *axes: Iterable[Any]) -> pytest.MarkDecorator:
+def each_once(names, *axes):
     """Return what does the same, where each value is to be in one default test at least, whatever it meets there.
 
     Args:
@@ -32,7 +28,7 @@ def each_once(names: str, *axes: Iterable[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(names, list(_params(lists, chosen)))
 
 
-def _marked(axes: list[list[Any]]) -> Iterator[Any]:
+def _marked(axes):
     cases = list(product(*(range(len(axis)) for axis in axes)))
     wanted = {pair for case in cases for pair in _pairs(case)}
     chosen = set()
@@ -43,11 +39,11 @@ def _marked(axes: list[list[Any]]) -> Iterator[Any]:
     yield from _params(axes, chosen)
 
 
-def _params(axes: list[list[Any]], chosen: set[tuple[int, ...]]) -> Iterator[Any]:
+def _params(axes, chosen):
     for case in product(*(range(len(axis)) for axis in axes)):
         marks = () if case in chosen else pytest.mark.exhaustive
         yield pytest.param(*(axis[index] for axis, index in zip(axes, case, strict=True)), marks=marks)
 
 
-def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+def _pairs(case):
     return set(combinations(enumerate(case), 2))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -16,7 +14,7 @@ class Block(nn.Module):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.inner(x)
 
 
@@ -27,10 +25,10 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
 
-    def example_batch(self, batch: int, sequence: int) -> torch.Tensor:
+    def example_batch(self, batch, sequence):
         return torch.randn(batch, sequence, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
@@ -46,16 +44,16 @@ class Adapted(Net):
 
 
 class NeedsValues(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) if x.sum().item() > 0 else super().forward(-x)
 
 
 class NoLoss(Net):
-    def forward(self, x: torch.Tensor) -> str:  # type: ignore[override]
+    def forward(self, x):
         return "done"
 
 
-def no_model() -> str:
+def no_model():
     return "no model"
 
 
@@ -68,37 +66,37 @@ class TakesPairs(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, 100)
 
-    def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss(self, tokens, labels):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, -2), labels.flatten())
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         tokens, labels = batch
         return self.loss(tokens, labels)
 
 
 class TakesMappings(TakesPairs):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         return self.loss(batch["input_ids"], batch["labels"])
 
 
 class TakesOne(TakesPairs):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         (tokens,) = batch
         return self.loss(tokens, tokens)
 
 
 class TakesTensors(TakesPairs):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         return self.loss(batch, batch)
 
 
 class TakesVectors(TakesPairs):
     """Of a batch that only its data module knows."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         x = batch["x"].expand(-1, -1, WIDTH).float()
         for block in self.blocks:
             x = block(x)
@@ -108,19 +106,19 @@ class TakesVectors(TakesPairs):
 class Data:
     """What ``--data`` asks of a LightningDataModule."""
 
-    def prepare_data(self) -> None:
+    def prepare_data(self):
         self.is_prepared = True
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         assert stage == "fit"
 
-    def train_dataloader(self) -> list[dict[str, torch.Tensor]]:
+    def train_dataloader(self):
         assert self.is_prepared
         return [{"x": torch.zeros(3, 7, 1, dtype=torch.int64), "weights": torch.zeros(3, 1)}]
 
 
 class NoData(Data):
-    def train_dataloader(self) -> list[dict[str, torch.Tensor]]:
+    def train_dataloader(self):
         return []
 
 

@@ -12,11 +12,8 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-import torch
 
 from lightning_ssd.common.tensors import Region, StorageKey
 from tests.support.patience import PATIENCE_S
@@ -26,47 +23,47 @@ Clock = dict[str, int]
 """How much of each stream's work is known to have passed."""
 
 
-def poison(region: Region) -> None:
+def poison(region):
     """Nobody may read this any more."""
     ctypes.memset(region.address, POISON, region.nbytes)
 
 
-def _where_it_is(address: int) -> int:
+def _where_it_is(address):
     return address
 
 
-def _join(clock: Clock, other: Clock) -> None:
+def _join(clock, other):
     for stream, position in other.items():
         clock[stream] = max(clock.get(stream, 0), position)
 
 
-def _overlap(one: Region, other: Region) -> bool:
+def _overlap(one, other):
     return one.address < other.address + other.nbytes and other.address < one.address + one.nbytes
 
 
 class PretendedMark:
     """A point in a stream's work."""
 
-    def __init__(self, device: PretendedDevice, clock: Clock) -> None:
+    def __init__(self, device, clock):
         self._device = device
         self.clock = clock
         self.stream = ""
         self.passed = False
         self.passed_s = 0.0
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """The host waits, and so knows."""
         self._device.reach(self)
         self._device.known_to_host(self)
 
-    def query(self) -> bool:
+    def query(self):
         """The host knows, if it has passed. Now and then it is told so later than it could be."""
         if not self.passed or self._device.is_slow_to_tell():
             return False
         self._device.known_to_host(self)
         return True
 
-    def again(self) -> PretendedMark:
+    def again(self):
         """The stream's present end."""
         return self._device.mark(self.stream)
 
@@ -84,7 +81,7 @@ class _Item:
     is_out: bool = False
     is_valid: bool = True
 
-    def position(self, stream: str) -> int:
+    def position(self, stream):
         return self.mark.clock[stream]
 
 
@@ -114,8 +111,8 @@ class PretendedDevice:
 
     is_asynchronous = True
 
-    def __init__(self, *, seed: int = 0, lag_s: float = 0.002, real: Callable[[int], int] = _where_it_is) -> None:
-        self.faults: list[str] = []
+    def __init__(self, *, seed=0, lag_s=0.002, real=_where_it_is):
+        self.faults = []
         self.num_copies = self.num_backwards = 0
         self.copy_streams = {"in", "out"}
         """Whoever copies holds the memory himself."""
@@ -123,18 +120,18 @@ class PretendedDevice:
         self._lag_s = lag_s
         self._random = random.Random(seed)
         self._changed = threading.Condition()
-        self._queues: dict[str, deque[_Item]] = {}
-        self._clocks: dict[str, Clock] = {}
-        self._host: Clock = {}
-        self._under_way: list[tuple[str, _Item]] = []
-        self._memories: dict[int, _Memory] = {}
+        self._queues = {}
+        self._clocks = {}
+        self._host = {}
+        self._under_way = []
+        self._memories = {}
         self._local = threading.local()
-        self._awaited: list[PretendedMark] = []
+        self._awaited = []
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="pretended-device", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self):
         """Do what is left. Idempotent."""
         with self._changed:
             if self._is_closed:
@@ -149,28 +146,28 @@ class PretendedDevice:
 
     # -- as the package sees it ------------------------------------------------------------------------------------
 
-    def mark(self, stream: str | None = None) -> PretendedMark:
+    def mark(self, stream=None):
         with self._changed:
             return self._queue(stream or self.current, _Item(PretendedMark(self, {})))
 
-    def copy_out(self, host: torch.Tensor, device: torch.Tensor, after: PretendedMark) -> PretendedMark:
+    def copy_out(self, host, device, after):
         return self.copy("out", host, device, after, is_out=True)
 
-    def copy_in(self, device: torch.Tensor, host: torch.Tensor, after: PretendedMark) -> PretendedMark:
+    def copy_in(self, device, host, after):
         return self.copy("in", host, device, after, is_out=False)
 
-    def wait_on_current_stream(self, mark: PretendedMark) -> None:
+    def wait_on_current_stream(self, mark):
         self.wait_for(mark, self.current)
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self):
         return False
 
-    def protect(self, tensor: torch.Tensor) -> None:
+    def protect(self, tensor):
         self.protect_on(self.current, tensor)
 
     # -- the same of any stream ------------------------------------------------------------------------------------
 
-    def wait_for(self, mark: PretendedMark, stream: str) -> None:
+    def wait_for(self, mark, stream):
         with self._changed:
             if stream in self.copy_streams:
                 self._queue(stream, _Item(PretendedMark(self, {}), mark))
@@ -178,19 +175,19 @@ class PretendedDevice:
             _join(self._clock(stream), mark.clock)
         self.reach(mark)  # operations run at once; the host must not rely on it
 
-    def protect_on(self, stream: str, tensor: torch.Tensor) -> None:
+    def protect_on(self, stream, tensor):
         with self._changed:
             self._memory(tensor.untyped_storage()).protected.add(stream)
 
     # -- as the user sees it ---------------------------------------------------------------------------------------
 
     @property
-    def current(self) -> str:
+    def current(self):
         """This thread's stream."""
         return getattr(self._local, "stream", "main")
 
     @contextmanager
-    def stream(self, name: str) -> Iterator[None]:
+    def stream(self, name):
         """Another one is current."""
         before = self.current
         self.set_stream(name)
@@ -199,16 +196,16 @@ class PretendedDevice:
         finally:
             self.set_stream(before)
 
-    def set_stream(self, name: str) -> None:
+    def set_stream(self, name):
         """Make it the current one of this thread."""
         self._local.stream = name
 
-    def wait_stream(self, name: str) -> None:
+    def wait_stream(self, name):
         """The current stream waits for all that has been queued on another one."""
         with self._changed:
             _join(self._clock(self.current), self._clock(name))
 
-    def launched(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+    def launched(self, reads, writes):
         """An operation was queued on the current stream."""
         with self._changed:
             stream = self.current
@@ -222,7 +219,7 @@ class PretendedDevice:
 
     # -- host memory -----------------------------------------------------------------------------------------------
 
-    def host_used(self, region: Region, *, what: str, is_write: bool, is_end: bool = False) -> None:
+    def host_used(self, region, *, what, is_write, is_end=False):
         """The host, or a drive, reads, writes or frees host memory: no copy may be under way there."""
         with self._changed:
             self._under_way = [(s, item) for s, item in self._under_way if self._host.get(s, 0) < item.position(s)]
@@ -233,7 +230,7 @@ class PretendedDevice:
             if not is_end and any(m.key.alive() and _overlap(m.region, region) for m in self._memories.values()):
                 self._fault(f"{what}: this is memory of the device")
 
-    def reached_by_drive(self, region: Region, *, is_write: bool) -> None:
+    def reached_by_drive(self, region, *, is_write):
         """A drive reads or fills memory of the device, outside of any stream: this thread has waited for all users."""
         with self._changed:
             for memory in self._memories.values():
@@ -242,12 +239,12 @@ class PretendedDevice:
                     if is_write:
                         self._check_reads(memory, "the drive", self._seen)
 
-    def freed(self, region: Region, what: str) -> None:
+    def freed(self, region, what):
         """Host memory goes back to its pool."""
         self.host_used(region, what=f"{what} was given back", is_write=True, is_end=True)
         poison(region)
 
-    def given_back(self, storage: torch.UntypedStorage) -> None:
+    def given_back(self, storage):
         """Memory of the device goes back to its pool; its next user comes after what the current stream waited for."""
         with self._changed:
             clock = self._clock(self.current)
@@ -258,39 +255,38 @@ class PretendedDevice:
                     item.is_valid = False
         self._poison(Region.of(storage))
 
-    def _poison(self, region: Region) -> None:
+    def _poison(self, region):
         poison(Region(self._real(region.address), region.nbytes))
 
     # -- everything below is called with the lock held, but for what the device's thread does -------------------------
 
-    def known_to_host(self, mark: PretendedMark) -> None:
+    def known_to_host(self, mark):
         """This thread has seen that the mark has passed. What it queues from now on comes after it."""
         with self._changed:
             _join(self._host, mark.clock)
             _join(self._seen, mark.clock)
 
-    def knowledge(self) -> Clock:
+    def knowledge(self):
         """What this thread knows to have passed; it may tell another one."""
         return dict(self._seen)
 
-    def learn(self, clock: Clock) -> None:
+    def learn(self, clock):
         """This thread has been told."""
         _join(self._seen, clock)
 
-    def is_slow_to_tell(self) -> bool:
+    def is_slow_to_tell(self):
         """Every other time."""
         with self._changed:
             return self._random.random() < 0.5
 
     @property
-    def _seen(self) -> Clock:
+    def _seen(self):
         """What this very thread knows to have passed."""
         if not hasattr(self._local, "seen"):
             self._local.seen = Clock()
-        found: Clock = self._local.seen
-        return found
+        return self._local.seen
 
-    def reach(self, mark: PretendedMark) -> None:
+    def reach(self, mark):
         """Hurry until the mark has passed."""
         with self._changed:
             self._awaited.append(mark)
@@ -300,13 +296,13 @@ class PretendedDevice:
             finally:
                 self._awaited.remove(mark)
 
-    def _fault(self, text: str) -> None:
+    def _fault(self, text):
         self.faults.append(f"{text} (in {threading.current_thread().name})")
 
-    def _clock(self, stream: str) -> Clock:
+    def _clock(self, stream):
         return self._clocks.setdefault(stream, {stream: 0})
 
-    def _memory(self, storage: torch.UntypedStorage) -> _Memory:
+    def _memory(self, storage):
         found = self._memories.get(storage._cdata)
         if found is None:
             if len(self._memories) > 4096:
@@ -316,7 +312,7 @@ class PretendedDevice:
         found.region = Region.of(storage)
         return found
 
-    def _used(self, memory: _Memory, stream: str, clock: Clock, *, is_write: bool) -> None:
+    def _used(self, memory, stream, clock, *, is_write):
         self._check_written(memory, stream, clock)
         if stream not in self.copy_streams:
             memory.users.add(stream)
@@ -327,17 +323,17 @@ class PretendedDevice:
         else:
             memory.reads[stream] = clock[stream]
 
-    def _check_written(self, memory: _Memory, stream: str, clock: Clock) -> None:
+    def _check_written(self, memory, stream, clock):
         writer, position = memory.written
         if clock.get(writer, 0) < position:
             self._fault(f"{stream} uses memory before {writer} has written it")
 
-    def _check_reads(self, memory: _Memory, stream: str, clock: Clock) -> None:
+    def _check_reads(self, memory, stream, clock):
         for reader, read in memory.reads.items():
             if clock.get(reader, 0) < read:
                 self._fault(f"{stream} writes memory that {reader} still reads")
 
-    def _queue(self, stream: str, item: _Item) -> PretendedMark:
+    def _queue(self, stream, item):
         clock = self._clock(stream)
         _join(clock, self._seen)
         if item.after is not None:
@@ -349,9 +345,7 @@ class PretendedDevice:
         self._changed.notify_all()
         return item.mark
 
-    def copy(
-        self, stream: str, host: torch.Tensor, device: torch.Tensor, after: PretendedMark | None, *, is_out: bool
-    ) -> PretendedMark:
+    def copy(self, stream, host, device, after, *, is_out):
         """Queue one, of bytes that lie side by side."""
         storage = device.untyped_storage()
         region = Region(host.data_ptr(), host.nbytes)
@@ -371,7 +365,7 @@ class PretendedDevice:
                 item.is_valid = False  # the poison stays
         return item.mark
 
-    def _run(self) -> None:
+    def _run(self):
         while (found := self._next()) is not None:
             self._do(found)
             with self._changed:
@@ -379,7 +373,7 @@ class PretendedDevice:
                 self._changed.notify_all()
             del found
 
-    def _next(self) -> _Item | None:
+    def _next(self):
         with self._changed:
             self._changed.wait_for(lambda: self._ready() or (self._is_closed and not any(self._queues.values())))
             if self._ready():
@@ -387,13 +381,13 @@ class PretendedDevice:
             ready = self._ready()
             return self._queues[self._random.choice(ready)].popleft() if ready else None
 
-    def _is_in_a_hurry(self) -> bool:
+    def _is_in_a_hurry(self):
         return self._is_closed or any(not mark.passed for mark in self._awaited)
 
-    def _ready(self) -> list[str]:
+    def _ready(self):
         return [name for name, q in self._queues.items() if q and (q[0].after is None or q[0].after.passed)]
 
-    def _do(self, item: _Item) -> None:
+    def _do(self, item):
         if item.storage is None or item.host is None:
             return
         storage = item.storage.resolve()

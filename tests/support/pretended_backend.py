@@ -11,10 +11,8 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 from lightning_ssd.common.tensors import Region, StorageKey, TensorSpec
 from lightning_ssd.tiers.copy_paths import storage_bytes
-from tests.support.pretended import PretendedDevice, PretendedMark
+from tests.support.pretended import PretendedDevice
 from tests.support.pretended_training import poison_what_is_freed, written_arguments
 
 NAME = "pretended"
@@ -35,7 +33,7 @@ _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _CPU = torch.device("cpu")
 
 
-def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
+def _convolution_backward(gradient, x, weight, *rest):
     return torch.ops.aten.convolution_backward.default(gradient, x, weight, [weight.shape[0]], *rest)
 
 
@@ -51,7 +49,7 @@ _LOOK_ALIKE = {_aten.set_, _aten.view, _aten.as_strided, _aten._reshape_alias, _
 class Memory:
     """Of the device. No address is given out twice, so that nobody finds another one's bytes at his own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
@@ -67,9 +65,9 @@ class Memory:
         self._madvise = libc.madvise
         self._distance = real - self._begin
         self._used_bytes = 0
-        self._lent: list[tuple[StorageKey, Region]] = []
+        self._lent = []
 
-    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+    def allocate(self, nbytes):
         address = self._begin + self._used_bytes
         self._used_bytes += -(-max(nbytes, 1) // _PAGE_BYTES) * _PAGE_BYTES
         assert self._used_bytes <= _SPACE_BYTES, "the pretended device is full"
@@ -79,35 +77,35 @@ class Memory:
             self._sweep()
         return storage
 
-    def allocated_bytes(self) -> int:
+    def allocated_bytes(self):
         """Of the storages that somebody holds."""
         self._sweep()
         return sum(region.nbytes for _, region in self._lent)
 
-    def real(self, address: int) -> int:
+    def real(self, address):
         """Where an address can be reached; it is the host's own if it is not ours."""
         return address + self._distance if self._begin <= address < self._begin + _SPACE_BYTES else address
 
-    def _sweep(self) -> None:
+    def _sweep(self):
         dead = [region for key, region in self._lent if not key.alive()]
         self._lent = [(key, region) for key, region in self._lent if key.alive()]
         for region in dead:
             self._madvise(self.real(region.address), region.nbytes, 9)  # MADV_REMOVE: the pages go back
 
 
-def _storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
+def _storage_at(address, device, nbytes):
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
 class Operators:
     """All operators that a backend must have; most of ATen's are made of these."""
 
-    def __init__(self, memory: Memory, device: PretendedDevice, streams: Streams) -> None:
+    def __init__(self, memory, device, streams):
         self._memory = memory
         self._device = device
         self._streams = streams
 
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, op, *args, **kwargs):
         if op.is_view or op.overloadpacket in _LOOK_ALIKE:
             return op.redispatch(_CPU_KERNELS, *args, **kwargs)
         if op is _aten.record_stream.default:
@@ -116,12 +114,12 @@ class Operators:
             return self._copy_late(*args)
         return self._run(op, args, kwargs)
 
-    def _run(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, op, args, kwargs):
         written = {id(t) for value in written_arguments(op, args, kwargs) for t in _ours(value)}
-        twins: dict[int, torch.Tensor] = {}
-        grown: list[torch.Tensor] = []
+        twins = {}
+        grown = []
 
-        def to_host(leaf: Any) -> Any:
+        def to_host(leaf):
             if isinstance(leaf, torch.device) and leaf.type == NAME:
                 return _CPU
             if not (isinstance(leaf, torch.Tensor) and leaf.device.type == NAME):
@@ -142,9 +140,9 @@ class Operators:
             result = _AS_ON_A_CPU.get(op, op)(*host_args, **host_kwargs)
         for host in grown:
             self._give_memory(twins[id(host)], host)
-        fresh: list[torch.Tensor] = []
+        fresh = []
 
-        def to_device(leaf: Any) -> Any:
+        def to_device(leaf):
             if not isinstance(leaf, torch.Tensor) or id(leaf) in twins:
                 return twins.get(id(leaf), leaf)
             fresh.append(self._on_device(leaf))
@@ -155,14 +153,14 @@ class Operators:
         self._device.launched(inputs, [*fresh, *(t for t in inputs if id(t) in written)])
         return result
 
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _on_host(self, tensor):
         storage = tensor.untyped_storage()
         return TensorSpec.of(tensor).view(_storage_at(self._memory.real(storage.data_ptr()), _CPU, storage.nbytes()))
 
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _on_device(self, tensor):
         return self._give_memory(torch._C._acc.create_empty_tensor((0,), tensor.dtype), tensor)
 
-    def _give_memory(self, made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def _give_memory(self, made, like):
         """Of its own, with the bytes and the shape of one of the host's."""
         source = like.untyped_storage()
         storage = self._memory.allocate(source.nbytes())
@@ -170,7 +168,7 @@ class Operators:
         shape = (like.storage_offset(), like.size(), like.stride())
         return _aten.set_.source_Storage_storage_offset.redispatch(_CPU_KERNELS, made, storage, *shape)
 
-    def _copy_late(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def _copy_late(self, source, target, non_blocking=False):
         assert non_blocking, "the package waits for its own copies"
         is_out = source.device.type == NAME
         host, there = (target, source) if is_out else (source, target)
@@ -178,7 +176,7 @@ class Operators:
         return target
 
 
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+def _mapped(change, value):
     """Every leaf of an operator's arguments; PyTorch's own function takes several times as long."""
     if isinstance(value, list | tuple):
         return type(value)(_mapped(change, item) for item in value)
@@ -187,7 +185,7 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
-def _ours(value: Any) -> list[torch.Tensor]:
+def _ours(value):
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.device.type == NAME]
 
 
@@ -197,33 +195,33 @@ def _ours(value: Any) -> list[torch.Tensor]:
 class Streams:
     """In the place of ``torch.Stream``, ``torch.Event`` and the current stream of ``torch.accelerator``."""
 
-    def __init__(self, device: PretendedDevice) -> None:
+    def __init__(self, device):
         self._device = device
         self._names = ["main"]
 
-    def stream(self, device: torch.device) -> torch.Stream:
+    def stream(self, device):
         name = f"copies {len(self._names)}"
         self._device.copy_streams.add(name)
         return self._named(name)
 
-    def event(self, device: torch.device, *, enable_timing: bool = False) -> Event:
+    def event(self, device, *, enable_timing=False):
         return Event(self._device, self)
 
-    def current_stream(self, device: torch.device) -> torch.Stream:
+    def current_stream(self, device):
         return self._named(self._device.current)
 
-    def set_stream(self, stream: torch.Stream) -> None:
+    def set_stream(self, stream):
         self._device.set_stream(self.name_of(stream))
 
-    def name_of(self, stream: torch.Stream) -> str:
+    def name_of(self, stream):
         """By which the device knows it."""
         return self._names[stream.stream_id]
 
-    def wait(self, stream: torch.Stream, event: Event) -> None:
+    def wait(self, stream, event):
         assert event.mark is not None, "nobody has recorded this event"
         self._device.wait_for(event.mark, self.name_of(stream))
 
-    def _named(self, name: str) -> torch.Stream:
+    def _named(self, name):
         if name not in self._names:
             self._names.append(name)
         made = _Stream(stream_id=self._names.index(name), device_index=0, device_type=_DEVICE_TYPE)
@@ -234,29 +232,29 @@ class Streams:
 class _Stream(torch.Stream):
     streams: Streams
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event):
         self.streams.wait(self, event)
 
 
 class Event:
     """A mark that knows when it was passed."""
 
-    def __init__(self, device: PretendedDevice, streams: Streams) -> None:
+    def __init__(self, device, streams):
         self._device, self._streams = device, streams
-        self.mark: PretendedMark | None = None
+        self.mark = None
 
-    def record(self, stream: torch.Stream) -> None:
+    def record(self, stream):
         self.mark = self._device.mark(self._streams.name_of(stream))
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         assert self.mark is not None, "nobody has recorded this event"
         self.mark.synchronize()
 
-    def query(self) -> bool:
+    def query(self):
         assert self.mark is not None, "nobody has recorded this event"
         return self.mark.query()
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end):
         assert self.mark is not None
         assert end.mark is not None
         return 1000 * (end.mark.passed_s - self.mark.passed_s)
@@ -268,7 +266,7 @@ class BackendDevice(PretendedDevice):
     forward_stream = "main"
 
     @property
-    def current(self) -> str:
+    def current(self):
         is_autograd = isinstance(threading.current_thread(), threading._DummyThread)
         return self.forward_stream if is_autograd else super().current
 
@@ -278,22 +276,22 @@ class _Module(_DummyBackendModule):
 
     default_generators = (torch.default_generator,)
 
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+    def get_amp_supported_dtype(self):
         return [torch.bfloat16]
 
 
-def _made_by(make: Callable[..., Any]) -> type:
+def _made_by(make):
     """A type, as others name it in annotations, whose objects are made by ``make``."""
     return type("Pretended", (), {"__new__": lambda cls, *args, **kwargs: make(*args, **kwargs)})
 
 
-def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+def _clone(storage):
     """In the place of one that takes memory from no operator."""
     return storage_bytes(storage, 0, storage.nbytes()).clone().untyped_storage()
 
 
 @contextmanager
-def pretended_backend(*, seed: int = 0, lag_s: float = 0.002) -> Iterator[BackendDevice]:
+def pretended_backend(*, seed=0, lag_s=0.002):
     """PyTorch knows the device from here on."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     memory = Memory()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,12 @@ from lightning_ssd.tiers.streams import StreamCopies, _EventMark
 from tests.parity.models import FAMILIES
 from tests.parity.test_cuda import Place, Task, run
 from tests.support.faults import FaultyBackend, eio, on_calls
-from tests.support.helpers import Session, Setup, Training, assert_identical, assert_parity, assert_released
-from tests.support.pretended_backend import NAME, BackendDevice, pretended_backend
+from tests.support.helpers import Session, Setup, assert_identical, assert_parity, assert_released
+from tests.support.pretended_backend import NAME, pretended_backend
 from tests.support.pretended_training import WatchedBackend
 
 
-def place() -> Place:
+def place():
     """The device, once PyTorch knows its name."""
     return Place(torch.device(NAME, 0), None, width=32, window=32)
 
@@ -46,7 +45,7 @@ class Program:
     fail: dict[str, Any] | None = None
     policy: dict[str, Any] | None = None
 
-    def __call__(self, directory: Path, device: BackendDevice) -> None:
+    def __call__(self, directory, device):
         expected = run(self.task, place(), Session())
         policy = OffloadPolicy(min_tensor_bytes=4096, master_weights=self.task.master_weights, **self.policy or {})
         hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory=self.host_memory)
@@ -66,7 +65,7 @@ class Program:
         assert_identical(got, expected)
         self._check(offloader, is_planned=report is not None)
 
-    def _check(self, offloader: Offloader, *, is_planned: bool) -> None:
+    def _check(self, offloader, *, is_planned):
         """That it was moved."""
         stats, policy = offloader.stats, self.policy or {}
         assert (stats.failures > 0) == (self.fail is not None)
@@ -98,10 +97,10 @@ PROGRAMS = {
 }
 
 
-def trained_there(training: Training) -> Training:
+def trained_there(training):
     """The same on the device."""
 
-    def batch(step: int) -> Any:
+    def batch(step):
         return {name: value.to(NAME) for name, value in training.make_batch(step).items()}
 
     return replace(training, make_batch=batch, prepare=lambda model: training.prepare(model).to(NAME), steps=2)
@@ -110,62 +109,62 @@ def trained_there(training: Training) -> Training:
 # -- mistakes, each of which must be noticed ---------------------------------------------------------------------------
 
 
-def host_mover(patch: pytest.MonkeyPatch) -> None:
+def host_mover(patch):
     """Tensors are taken for the host's: their ends are copied by the host, and their bodies given to the file."""
     made = HostMover.__init__
 
-    def init(mover: Any, backend: Any, staging: Any, copies: Any) -> None:
+    def init(mover, backend, staging, copies):
         made(mover, backend, ReloadPool(0))
 
     patch.setattr(lightning_ssd._assembly, "StagedMover", type("StagedMover", (HostMover,), {"__init__": init}))
 
 
-def host_checksum(patch: pytest.MonkeyPatch) -> None:
+def host_checksum(patch):
     """What is to be written is summed where it is."""
     store = StagedMover.store
 
-    def summed(mover: Any, piece: Any, *, check: bool) -> int | None:
+    def summed(mover, piece, *, check):
         copy_paths.checksum(piece.memory)
         return store(mover, piece, check=check)
 
     patch.setattr(StagedMover, "store", summed)
 
 
-def host_write(patch: pytest.MonkeyPatch) -> None:
+def host_write(patch):
     """The file is given the tensor itself; the system call fails, so that no tensor leaves memory."""
 
-    def store(mover: Any, piece: Any, *, check: bool) -> None:
+    def store(mover, piece, *, check):
         mover._backend.write(piece.arena, piece.memory, piece.offset)
 
     patch.setattr(StagedMover, "store", store)
 
 
-def no_wait_before_copies(patch: pytest.MonkeyPatch) -> None:
+def no_wait_before_copies(patch):
     """Copies begin whenever they like."""
     copy = StreamCopies._copy
 
-    def at_once(copies: Any, stream: Any, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
+    def at_once(copies, stream, target, source, after):
         return copy(copies, stream, target, source, _EventMark(copies._accelerator, stream))
 
     patch.setattr(StreamCopies, "_copy", at_once)
 
 
-def no_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
+def no_wait_for_copies(patch):
     """The stream that trains goes on before its bytes are there."""
     patch.setattr(StreamCopies, "wait_on_current_stream", lambda copies, mark: None)
 
 
-def no_wait_of_workers(patch: pytest.MonkeyPatch) -> None:
+def no_wait_of_workers(patch):
     """A mark that has been queued counts as passed."""
     patch.setattr(_EventMark, "synchronize", lambda mark: None)
 
 
-def no_protection_of_slots(patch: pytest.MonkeyPatch) -> None:
+def no_protection_of_slots(patch):
     """PyTorch's allocator is not told who uses states that a worker has allocated memory for."""
     patch.setattr(BufferPool, "used_here", lambda slots, storage: None)
 
 
-MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+MISTAKES = {
     "host-mover": ("offload", host_mover),
     "host-checksum": ("offload", host_checksum),
     "host-write": ("offload", host_write),
@@ -176,7 +175,7 @@ MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 }
 
 
-def main(directory: Path, names: Sequence[str]) -> None:
+def main(directory, names):
     """Run programs, models, or a program with a mistake."""
     faulthandler.enable()
     with pytest.MonkeyPatch.context() as patch:
@@ -190,7 +189,7 @@ def main(directory: Path, names: Sequence[str]) -> None:
                 print(json.dumps({"faults": device.faults, "num_copies": device.num_copies}))
 
 
-def _make_small(patch: pytest.MonkeyPatch) -> None:
+def _make_small(patch):
     """Have many subgroups."""
     for name, value in {
         "tests.parity.test_cuda.NUM_BLOCKS": 2,
@@ -201,7 +200,7 @@ def _make_small(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(name, value)
 
 
-def _run(name: str, directory: Path, device: BackendDevice, patch: pytest.MonkeyPatch) -> None:
+def _run(name, directory, device, patch):
     if name in FAMILIES:
         training, there = (
             trained_there(FAMILIES[name]()),

@@ -6,10 +6,8 @@ Work is done at once, in host memory. A thread's device is 0 until it says other
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -27,12 +25,11 @@ class PretendedCuda:
     local: threading.local = field(default_factory=threading.local)
 
     @property
-    def current(self) -> int:
+    def current(self):
         """This thread's device."""
-        found: int = getattr(self.local, "device", 0)
-        return found
+        return getattr(self.local, "device", 0)
 
-    def used(self, device: int, what: str) -> None:
+    def used(self, device, what):
         """CUDA sets up a context on the device that is current, and fails on another one's streams or marks."""
         thread = threading.current_thread().name
         self.threads.setdefault(thread, set()).add(device)
@@ -40,7 +37,7 @@ class PretendedCuda:
             self.faults.append(f"{what} of device {device} while {self.current} was current (in {thread})")
 
     @contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
+    def entered(self, device):
         """In the place of ``torch.cuda.device``."""
         before, self.local.device = self.current, device.index
         try:
@@ -49,7 +46,7 @@ class PretendedCuda:
             self.local.device = before
 
     @contextmanager
-    def streaming(self, stream: Stream) -> Iterator[None]:
+    def streaming(self, stream):
         """In the place of ``torch.cuda.stream``: it goes to the stream's device, and back to the one before."""
         self.used(stream.device, "a stream was made current")
         yield
@@ -57,46 +54,46 @@ class PretendedCuda:
 
 
 class Stream:
-    def __init__(self, cuda: PretendedCuda, device: int) -> None:
+    def __init__(self, cuda, device):
         self._cuda, self.device = cuda, device
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event):
         assert event.device is not None, "nobody has recorded this event"
 
 
 class Event:
-    def __init__(self, cuda: PretendedCuda) -> None:
+    def __init__(self, cuda):
         self._cuda = cuda
-        self.device: int | None = None
+        self.device = None
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream):
         self.device = stream.device
         # Recording on a stream is allowed anywhere.
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self._ask("an event was waited for")
 
-    def query(self) -> bool:
+    def query(self):
         self._ask("an event was asked for")
         return True
 
-    def _ask(self, what: str) -> None:
+    def _ask(self, what):
         assert self.device is not None, "nobody has recorded this event"
         self._cuda.used(self.device, what)
 
 
 @contextmanager
-def pretended_cuda() -> Iterator[PretendedCuda]:
+def pretended_cuda():
     """While it is entered, ``torch.cuda`` has streams and events of devices that are not there."""
     cuda = PretendedCuda()
 
-    def make_stream(device: torch.device) -> Stream:
+    def make_stream(device):
         return Stream(cuda, device.index)
 
-    def make_event(**_: Any) -> Event:
+    def make_event(**_):
         return Event(cuda)
 
-    def is_capturing() -> bool:
+    def is_capturing():
         cuda.threads.setdefault(threading.current_thread().name, set()).add(cuda.current)
         return False
 

@@ -1,12 +1,8 @@
 """Trainings on a pretended device: it is told what they launch, what they free is poisoned, backward has a thread."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -20,16 +16,15 @@ from lightning_ssd.offloader import Offloader
 from lightning_ssd.optimizer.store.buffers import BufferPool
 from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.parameters.device_memory import DeviceMemory
-from lightning_ssd.storage.backend import Backend, WrappedBackend
+from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.posix import PosixBackend
-from lightning_ssd.storage.spill_file import Arena
 from lightning_ssd.tiers import copy_paths
 from lightning_ssd.tiers.host_arena import HostArena
 from tests.support.pretended import Clock, PretendedDevice, poison
 
 
 @contextmanager
-def pretended_device(*, seed: int = 0, lag_s: float = 0.002) -> Iterator[PretendedDevice]:
+def pretended_device(*, seed=0, lag_s=0.002):
     """While it is entered this thread's operations run there, and every offloader uses it."""
     device = PretendedDevice(seed=seed, lag_s=lag_s)
     with pytest.MonkeyPatch.context() as patch:
@@ -48,7 +43,7 @@ def pretended_device(*, seed: int = 0, lag_s: float = 0.002) -> Iterator[Pretend
 
 
 @contextmanager
-def everything_there(*, seed: int = 0) -> Iterator[PretendedDevice]:
+def everything_there(*, seed=0):
     """As :func:`pretended_device`, for tests that know nothing of it: drives are watched, and a fault is an error."""
     with pretended_device(seed=seed) as device, pytest.MonkeyPatch.context() as patch:
         for name, what in {"write": "the file got a buffer", "read": "a read filled a buffer"}.items():
@@ -58,17 +53,17 @@ def everything_there(*, seed: int = 0) -> Iterator[PretendedDevice]:
     assert not device.faults, set(device.faults)
 
 
-def on(device: PretendedDevice) -> dict[str, Any]:
+def on(device):
     """Arguments of an offloader for activations there."""
     return {"_copies": device, "_wrap_backend": lambda backend: WatchedBackend(backend, device)}
 
 
 @contextmanager
-def poisoned_memory() -> Iterator[list[int]]:
+def poisoned_memory():
     """Memory of reloads on a CPU is poisoned when PyTorch has let go of it. Gives the sizes."""
-    sizes: list[int] = []
+    sizes = []
 
-    def came_back(pool: Any) -> None:
+    def came_back(pool):
         for loan in list(pool._returned):
             poison(Region(loan.block.address, loan.block.nbytes))
             sizes.append(loan.block.nbytes)
@@ -78,37 +73,37 @@ def poisoned_memory() -> Iterator[list[int]]:
         yield sizes
 
 
-def _around(patch: pytest.MonkeyPatch, owner: Any, name: str, before: Callable[..., None]) -> None:
+def _around(patch, owner, name, before):
     method = getattr(owner, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args, **kwargs):
         before(*args, **kwargs)
         return method(*args, **kwargs)
 
     patch.setattr(owner, name, call)
 
 
-def poison_what_is_freed(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+def poison_what_is_freed(patch, device):
     """Whoever still uses what goes back to a pool makes a fault, and gets other bytes."""
     take, checksum = BufferPool.take, copy_paths.checksum
 
-    def give_back_staging(pool: Any, block: Any) -> None:
+    def give_back_staging(pool, block):
         device.freed(Region(block.address, block.nbytes), "a staging buffer")
 
-    def free_host(arena: Any, extent: Any) -> None:
+    def free_host(arena, extent):
         if arena._block is not None:
             for _, address, nbytes in arena.pieces(extent, extent.nbytes, extent.nbytes):
                 device.freed(Region(address, nbytes), "host memory")
 
-    def take_slot(slots: Any, nbytes: int) -> torch.UntypedStorage:
+    def take_slot(slots, nbytes):
         storage = take(slots, nbytes)
         device.launched([], [copy_paths.storage_bytes(storage, 0, nbytes)])
         return storage
 
-    def give_back_slot(slots: Any, storage: torch.UntypedStorage) -> None:
+    def give_back_slot(slots, storage):
         device.given_back(storage)
 
-    def checked(region: Region) -> int:
+    def checked(region):
         device.host_used(region, what="a checksum was computed", is_write=False)
         return checksum(region)
 
@@ -119,14 +114,14 @@ def poison_what_is_freed(patch: pytest.MonkeyPatch, device: PretendedDevice) -> 
     patch.setattr(copy_paths, "checksum", checked)
 
 
-def _learn_of_writes(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+def _learn_of_writes(patch, device):
     """Who uses what has been written knows what the worker knew, which has told so under a lock."""
     take, told = StateStore.take, WeakKeyDictionary[StateStore, dict[int, Clock]]()
 
-    def written(store: StateStore, write: Any, *args: Any) -> None:
+    def written(store, write, *args):
         told.setdefault(store, {})[write.index] = device.knowledge()
 
-    def take_and_learn(store: StateStore, index: int) -> torch.UntypedStorage | None:
+    def take_and_learn(store, index):
         storage = take(store, index)
         device.learn(told.get(store, {}).get(index, {}))
         return storage
@@ -135,10 +130,10 @@ def _learn_of_writes(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None
     patch.setattr(StateStore, "take", take_and_learn)
     clocks = WeakKeyDictionary[DeviceMemory, Clock]()
 
-    def weight_written(memory: DeviceMemory, *args: Any) -> None:
+    def weight_written(memory, *args):
         clocks[memory] = device.knowledge()
 
-    def learn(memory: DeviceMemory) -> None:
+    def learn(memory):
         device.learn(clocks.get(memory, {}))
 
     _around(patch, DeviceMemory, "written", weight_written)
@@ -146,23 +141,23 @@ def _learn_of_writes(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None
     _around(patch, DeviceMemory, "begin_use", learn)
 
 
-def _use_for_states(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+def _use_for_states(patch, device):
     environment = Offloader._environment
     patch.setattr(Offloader, "_environment", lambda self, place, copies: environment(self, place, copies or device))
 
 
-def _run_backward_elsewhere(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+def _run_backward_elsewhere(patch, device):
     """As autograd does on a device: in a thread of its own, with the modes of whoever called."""
     backward = torch.Tensor.backward
 
-    def elsewhere(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def elsewhere(tensor, *args, **kwargs):
         if threading.current_thread().name == "pretended-autograd":
             backward(tensor, *args, **kwargs)
             return
-        raised: list[BaseException] = []
+        raised = []
         stream = device.current
 
-        def run() -> None:
+        def run():
             try:
                 with Launches(device), device.stream(stream):
                     backward(tensor, *args, **kwargs)
@@ -182,11 +177,11 @@ def _run_backward_elsewhere(patch: pytest.MonkeyPatch, device: PretendedDevice) 
 class Launches(TorchDispatchMode):
     """Tells the device of each operation that this thread runs."""
 
-    def __init__(self, device: PretendedDevice) -> None:
+    def __init__(self, device):
         super().__init__()
         self._device = device
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not func.is_view and func.overloadpacket not in _TOUCH_NOTHING:
@@ -207,7 +202,7 @@ _TOUCH_NOTHING = {
 }
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree):
     return [
         leaf
         for leaf in tree_leaves(tree)
@@ -215,7 +210,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     ]
 
 
-def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+def written_arguments(func, args, kwargs):
     """Of an operator: what it writes to."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -225,15 +220,15 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 class WatchedBackend(WrappedBackend):
     """Whoever moves bytes between a file and memory uses host memory that no copy is using."""
 
-    def __init__(self, inner: Backend, device: PretendedDevice) -> None:
+    def __init__(self, inner, device):
         super().__init__(inner)
         self._device = device
 
-    def write(self, arena: Arena, region: Region, offset: int) -> None:
+    def write(self, arena, region, offset):
         self._device.host_used(region, what="the file got a buffer", is_write=False)
         self.inner.write(arena, region, offset)
 
-    def read(self, arena: Arena, region: Region, offset: int) -> None:
+    def read(self, arena, region, offset):
         self._device.host_used(region, what="a read filled a buffer", is_write=True)
         self.inner.read(arena, region, offset)
 
@@ -241,10 +236,10 @@ class WatchedBackend(WrappedBackend):
 class DriveOfDevice(WatchedBackend):
     """A drive that reads and fills memory of the device by itself."""
 
-    def write(self, arena: Arena, region: Region, offset: int) -> None:
+    def write(self, arena, region, offset):
         self._device.reached_by_drive(region, is_write=False)
         self.inner.write(arena, region, offset)
 
-    def read(self, arena: Arena, region: Region, offset: int) -> None:
+    def read(self, arena, region, offset):
         self._device.reached_by_drive(region, is_write=True)
         self.inner.read(arena, region, offset)

@@ -1,10 +1,6 @@
 """What the pretended device is to know of weights that leave and come back."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -13,11 +9,11 @@ import torch
 from lightning_ssd.common.tensors import Region, StorageKey
 from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.guard.guard_patches import guard_patches
-from tests.support.pretended import Clock, PretendedDevice, _Memory, poison
+from tests.support.pretended import PretendedDevice, _Memory, poison
 
 
 @contextmanager
-def weights_of(device: PretendedDevice) -> Iterator[None]:
+def weights_of(device):
     """While it is entered, ``resize_`` of a storage gives memory back to the stream that it was taken on, as CUDA's
     allocator does, and takes other memory on the current stream.
     """
@@ -28,21 +24,21 @@ def weights_of(device: PretendedDevice) -> Iterator[None]:
         yield
 
 
-def _tell_of_streams(patch: pytest.MonkeyPatch) -> None:
+def _tell_of_streams(patch):
     """As ``torch.cuda.set_stream`` does while weights wait."""
     set_stream = PretendedDevice.set_stream
 
-    def set_and_follow(device: PretendedDevice, name: str) -> None:
+    def set_and_follow(device, name):
         set_stream(device, name)
         guard_patches.stream_changed()
 
     patch.setattr(PretendedDevice, "set_stream", set_and_follow)
 
 
-def _follow_resizes(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+def _follow_resizes(patch, device):
     resize = torch.UntypedStorage.resize_
 
-    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    def resized(storage, nbytes):
         if storage.nbytes() and not nbytes:
             _given_back(device, storage)
         found = resize(storage, nbytes)
@@ -53,7 +49,7 @@ def _follow_resizes(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
     patch.setattr(torch.UntypedStorage, "resize_", resized)
 
 
-def _given_back(device: PretendedDevice, storage: torch.UntypedStorage) -> None:
+def _given_back(device, storage):
     """Its next user comes after what the stream has waited for that it was taken on, and after protected streams."""
     with device._changed:
         memory = device._memory(storage)
@@ -76,7 +72,7 @@ def _given_back(device: PretendedDevice, storage: torch.UntypedStorage) -> None:
     poison(region)
 
 
-def _taken(device: PretendedDevice, storage: torch.UntypedStorage) -> None:
+def _taken(device, storage):
     with device._changed:
         stream = device.current
         device._memories[storage._cdata] = _Memory(
@@ -85,16 +81,16 @@ def _taken(device: PretendedDevice, storage: torch.UntypedStorage) -> None:
     poison(Region.of(storage))
 
 
-def _learn_of_writes(patch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
+def _learn_of_writes(patch, device):
     """Who sends a weight out knows what the worker knew that has written it, and told so under a lock."""
     written, send_out = DeviceMemory.written, DeviceMemory.send_out
-    told: WeakKeyDictionary[DeviceMemory, Clock] = WeakKeyDictionary()
+    told = WeakKeyDictionary()
 
-    def written_and_told(memory: DeviceMemory, *args: Any) -> None:
+    def written_and_told(memory, *args):
         told[memory] = device.knowledge()
         written(memory, *args)
 
-    def learn_and_send_out(memory: DeviceMemory) -> bool:
+    def learn_and_send_out(memory):
         device.learn(told.get(memory, {}))
         return send_out(memory)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -12,9 +10,7 @@ __all__ = ["save_tiny"]
 VOCABULARY, WINDOW, WIDTH, NUM_LAYERS = 512, 64, 64, 3
 
 
-def save_tiny(
-    kind: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "10GB"
-) -> PreTrainedModel:
+def save_tiny(kind, folder, *, dtype=torch.float32, max_shard_size="10GB"):
     """Save a "gpt2" (whose head is its embedding) or a "llama" (whose head is its own) with random weights."""
     torch.manual_seed(7)
     network: PreTrainedModel

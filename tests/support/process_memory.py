@@ -1,19 +1,14 @@
 """What the kernel says of the memory of this process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
-from lightning_ssd import Offloader
-from lightning_ssd.common.tensors import Region
 
-
-def resident_bytes() -> int:
+def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def huge_page_bytes(region: Region) -> int:
+def huge_page_bytes(region):
     """AnonHugePages of the mappings that the region touches."""
     inside, found = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -26,7 +21,7 @@ def huge_page_bytes(region: Region) -> int:
     return found
 
 
-def shown_bytes(directory: Path) -> int:
+def shown_bytes(directory):
     """What is in memory now of mappings that show files in a directory."""
     found, shown = 0, str(directory.resolve())
     with open("/proc/self/pagemap", "rb", buffering=0) as table:  # what /proc/self/smaps adds up takes much longer
@@ -38,7 +33,7 @@ def shown_bytes(directory: Path) -> int:
     return found
 
 
-def frozen_changed_at(offloader: Offloader) -> list[int]:
+def frozen_changed_at(offloader):
     """When each file of frozen weights was written last.
 
     ``dirtied_bytes`` counts a page of anything that this process writes; a file's own time tells of that file alone.
@@ -49,16 +44,16 @@ def frozen_changed_at(offloader: Offloader) -> list[int]:
     return [os.fstat(arena.fd).st_mtime_ns for arena in files._still.arenas]
 
 
-def dirtied_bytes() -> int:
+def dirtied_bytes():
     """What this process has written so far, or changed in files so that the system has to write it."""
     return _io("write_bytes")
 
 
-def read_bytes() -> int:
+def read_bytes():
     """What drives had to read for this process so far."""
     return _io("read_bytes")
 
 
-def _io(name: str) -> int:
+def _io(name):
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

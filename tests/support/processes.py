@@ -1,12 +1,9 @@
 """Starting a script that trains in several processes, as a user's script is started."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.support.patience import PATIENCE_S
@@ -22,9 +19,7 @@ sys.modules["lightning_ssd"].__path__ = [{str(ROOT / "lightning_ssd")!r}]
 _OUTSIDE = ("MASTER_", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_", "LT_")
 
 
-def run_script(
-    module: str, *arguments: str, begin: Sequence[str] = (sys.executable,)
-) -> subprocess.CompletedProcess[str]:
+def run_script(module, *arguments, begin=(sys.executable,)):
     """Run a module that has to succeed; a process that waits for another for ever fails the test."""
     done = subprocess.run(
         [*begin, "-m", module, *arguments],
@@ -39,14 +34,14 @@ def run_script(
     return done
 
 
-def assert_scenarios(directory: Path, begin: Sequence[str], script: str, *names: str, num: int = 2) -> None:
+def assert_scenarios(directory, begin, script, *names, num=2):
     """Run scenarios of a script, all in the same processes: starting these takes longer than all the training."""
     done = run_script(*(f"tests.support.{word}" for word in script.split()), str(directory), *names, begin=begin)
     wanted = [f"rank {rank}: {name} ok" for name in names for rank in range(num)]
     assert [line for line in wanted if line not in done.stdout] == []
 
 
-def run_scenarios(scenarios: Mapping[str, Callable[[Path], None]], arguments: Sequence[str]) -> None:
+def run_scenarios(scenarios, arguments):
     """Run scenarios in order, as the script of one process: the arguments are a directory and their names."""
     import pytest
     import torch

@@ -20,14 +20,14 @@ class FakeClock:
     now_s: float = 0.0
     passed_s: float = float("inf")
 
-    def stamp(self) -> float:
+    def stamp(self):
         return self.now_s
 
-    def seconds(self, start: float, end: float) -> float:
+    def seconds(self, start, end):
         assert max(start, end) <= self.passed_s, "the host would wait for the device"
         return end - start
 
-    def at(self, now_s: float) -> float:
+    def at(self, now_s):
         self.now_s = now_s
         return now_s
 
@@ -41,13 +41,13 @@ class Saved:
     key: StorageKey
 
 
-def saved(nbytes: int = NBYTES) -> Saved:
+def saved(nbytes=NBYTES):
     variable = torch.zeros(nbytes, dtype=torch.uint8)
     storage = variable.untyped_storage()
     return Saved(variable, storage, StorageKey(storage))
 
 
-def pack(recorder: Recorder, clock: FakeClock, now_s: float, *, held: bool = False) -> Saved:
+def pack(recorder, clock, now_s, *, held=False):
     one = saved()
     clock.at(now_s)
     recorder.packed(NBYTES, one.key)
@@ -56,5 +56,5 @@ def pack(recorder: Recorder, clock: FakeClock, now_s: float, *, held: bool = Fal
     return one
 
 
-def begun(clock: FakeClock) -> Recorder:
+def begun(clock):
     return Recorder(clock, lambda: 0, now=clock.stamp)

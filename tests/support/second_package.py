@@ -3,12 +3,9 @@
 python -m tests.support.second_package tests.support.ddp_script <arguments>
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -28,7 +25,7 @@ _IMPORTS = {
 }
 
 
-def over_pytorch_lightning(name: str) -> ModuleType:
+def over_pytorch_lightning(name):
     """A module of the tests, loaded a second time."""
     if _NAME not in sys.modules:
         for package in ("", ".tests", ".tests.parity", ".tests.support", ".tests.strategies"):
@@ -38,9 +35,7 @@ def over_pytorch_lightning(name: str) -> ModuleType:
     return import_module(f"{_NAME}.{name}")
 
 
-def again_over_pytorch_lightning(
-    name: str, *, by_default: tuple[str, ...] = (), but: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def again_over_pytorch_lightning(name, *, by_default=(), but=()):
     """What pytest is to find of a module of tests, over the second package.
 
     Args:

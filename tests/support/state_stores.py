@@ -1,11 +1,7 @@
 """A store of optimizer states by itself, on drives that stop, fail and lie when the test says so."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 
@@ -27,18 +23,18 @@ NBYTES = 16 << 10
 class Drive(FaultyBackend):
     """A directory whose moves wait while the test wants it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         super().__init__(PosixBackend([directory], direct=False))
         self.may_move = threading.Event()
         self.may_move.set()
 
-    def _stumble(self, fail: Callable[[int], BaseException | None] | None, index: int) -> None:
+    def _stumble(self, fail, index):
         assert self.may_move.wait(PATIENCE_S)
         super()._stumble(fail, index)
 
 
 @contextmanager
-def store_on(drive: Drive, *directories: Path, num_slots: int = 2, num: int = 6) -> Iterator[StateStore]:
+def store_on(drive, *directories, num_slots=2, num=6):
     """A store of ``num`` subgroups in these directories."""
     with ExitStack() as stack:
         mover, events = HostMover(drive, None), EventLog()
@@ -51,18 +47,18 @@ def store_on(drive: Drive, *directories: Path, num_slots: int = 2, num: int = 6)
         store.close()
 
 
-def whole(storage: torch.UntypedStorage) -> torch.Tensor:
+def whole(storage):
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def put(store: StateStore, index: int, value: int, *, keep: bool = False) -> None:
+def put(store, index, value, *, keep=False):
     store.take(index)
     storage = store.allocate(NBYTES)
     whole(storage).fill_(value)
     store.give(index, storage, is_dirty=True, keep=keep)
 
 
-def assert_holds(store: StateStore, index: int, value: int) -> None:
+def assert_holds(store, index, value):
     """Looks at it and gives it back unchanged."""
     storage = store.take(index)
     assert storage is not None
@@ -70,28 +66,28 @@ def assert_holds(store: StateStore, index: int, value: int) -> None:
     store.give(index, storage, is_dirty=False, keep=False)
 
 
-def put_all(store: StateStore, indices: Iterable[int], value: int | None = None) -> None:
+def put_all(store, indices, value=None):
     """The same value, or their own numbers."""
     for index in indices:
         put(store, index, index if value is None else value)
 
 
-def assert_all_hold(store: StateStore, indices: Iterable[int], value: int | None = None) -> None:
+def assert_all_hold(store, indices, value=None):
     """The same value, or their own numbers."""
     for index in indices:
         assert_holds(store, index, index if value is None else value)
 
 
-def used_bytes(store: StateStore) -> int:
+def used_bytes(store):
     store.settle()
     return sum(arena.used_bytes for arena in store.tier._arenas)
 
 
-def mapped_bytes(store: StateStore) -> int:
+def mapped_bytes(store):
     """Memory of the slots, lent or spare."""
     return sum(map(len, (*store.slots._spare, *store.slots._lent.values())))
 
 
-def within_patience(what: Callable[[], object]) -> None:
+def within_patience(what):
     """A hang is a failure of this test alone."""
     within(PATIENCE_S, what)

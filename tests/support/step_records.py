@@ -1,9 +1,6 @@
 """A made step, with every kind of thing in it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
-from typing import Any
 
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.reports.run_report import RunReport
@@ -12,9 +9,9 @@ from lightning_ssd.telemetry.step_record import Bytes, Level, Life, Move, Phase,
 MIB = 1 << 20
 
 
-def made_record(**changes: Any) -> StepRecord:
+def made_record(**changes):
     """One second of forward, one of backward, half of update; 300 MiB saved, of which 200 leave."""
-    values: dict[str, Any] = {
+    values = {
         "step": 4,
         "length_s": 2.5,
         "phases": (Phase("forward", 0.0, 1.0), Phase("backward", 1.0, 2.0), Phase("update", 2.0, 2.5)),
@@ -46,9 +43,9 @@ def made_record(**changes: Any) -> StepRecord:
     return StepRecord(**{**values, **changes})
 
 
-def made_report(**changes: Any) -> RunReport:
+def made_report(**changes):
     """A run that has moved, had a plan and nothing to complain of."""
-    values: dict[str, Any] = {
+    values = {
         "title": "Net <of tests>",
         "created": "2026-01-01T00:00:00+00:00",
         "summary": "Saved activations: at most 200 MiB resident of 300 MiB & more.",
@@ -86,11 +83,7 @@ def made_report(**changes: Any) -> RunReport:
             "wear/drive_life_days": 4000.0,
         },
         "rows": tuple(
-            {
-                "step": float(step),
-                "memory/activations_resident_peak_gib": 0.2,
-                "memory/activations_saved_peak_gib": 0.3,
-            }
+            {"step": float(step), "memory/activations_resident_peak_gib": 0.2, "memory/activations_saved_peak_gib": 0.3}
             for step in range(4)
         ),
         "records": (made_record(waits=()),),

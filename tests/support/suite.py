@@ -5,18 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OffloaderClosedError, ShortTransferError
-from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.drive_probe import read_back_ok
-from lightning_ssd.storage.spill_file import Arena
 from lightning_ssd.tiers.bandwidth_meter import measure_rates
 from tests.support.threads import at_once
 
@@ -32,26 +29,26 @@ class Memory:
     nbytes: int
 
     @classmethod
-    def make(cls, nbytes: int, phase: int = 0) -> Memory:
+    def make(cls, nbytes, phase=0):
         owner = bytearray(b"\xa5" * (nbytes + 2 * 4096 + 2 * GUARD))
         address = ctypes.addressof(ctypes.c_char.from_buffer(owner))
         return cls(owner, GUARD + (phase - address - GUARD) % 4096, nbytes)
 
     @classmethod
-    def random(cls, nbytes: int, phase: int = 0) -> Memory:
+    def random(cls, nbytes, phase=0):
         memory = cls.make(nbytes, phase)
         memory.owner[memory.start : memory.start + nbytes] = os.urandom(nbytes)
         return memory
 
     @property
-    def region(self) -> Region:
+    def region(self):
         return Region(ctypes.addressof(ctypes.c_char.from_buffer(self.owner)) + self.start, self.nbytes)
 
     @property
-    def content(self) -> bytes:
+    def content(self):
         return bytes(self.owner[self.start : self.start + self.nbytes])
 
-    def guards_intact(self) -> bool:
+    def guards_intact(self):
         before = self.owner[self.start - GUARD : self.start]
         after = self.owner[self.start + self.nbytes : self.start + self.nbytes + GUARD]
         return before == after == b"\xa5" * GUARD
@@ -60,29 +57,29 @@ class Memory:
 class BackendSuite:
     """Subclass, override :meth:`make_backend`, and call the subclass ``Test...``."""
 
-    def make_backend(self, directory: Path) -> Backend:
+    def make_backend(self, directory):
         raise NotImplementedError
 
     @pytest.fixture
-    def backend(self, tmp_path: Path) -> Iterator[Backend]:
+    def backend(self, tmp_path):
         backend = self.make_backend(tmp_path)
         yield backend
         backend.close()
         backend.close()
 
     @pytest.fixture
-    def arena(self, backend: Backend, tmp_path: Path) -> Iterator[Arena]:
+    def arena(self, backend, tmp_path):
         arena = backend.open_arena(tmp_path)
         yield arena
         arena.close()
 
-    def test_describes_itself(self, backend: Backend) -> None:
+    def test_describes_itself(self, backend):
         assert backend.name in {"posix O_DIRECT", "posix page cache", "kvikio GDS", "kvikio POSIX"}
         assert backend.block_bytes >= 4096
         assert backend.memory_alignment >= 1
         assert backend.block_bytes & (backend.block_bytes - 1) == 0
 
-    def test_sizes_and_odd_addresses(self, backend: Backend, arena: Arena) -> None:
+    def test_sizes_and_odd_addresses(self, backend, arena):
         block = backend.block_bytes
         sizes = [(num_blocks * block, 0) for num_blocks in (1, 2, 3, 5, 255, 256, 257, 4097)]
         odd = [(33 * block, phase) for phase in (1, 7, 63, 64, 448, 511, 512, 513, 4032, 4095)]
@@ -95,7 +92,7 @@ class BackendSuite:
             assert read.content == written.content, (nbytes, phase)
             assert read.guards_intact(), (nbytes, phase)
 
-    def test_neighbours_stay_as_they_are(self, backend: Backend, arena: Arena) -> None:
+    def test_neighbours_stay_as_they_are(self, backend, arena):
         block = backend.block_bytes
         extent = arena.allocate(5 * block)
         whole, middle, read = Memory.random(5 * block), Memory.random(block, 9), Memory.make(5 * block)
@@ -104,11 +101,11 @@ class BackendSuite:
         backend.read(arena, read.region, extent.offset)
         assert read.content == whole.content[: 2 * block] + middle.content + whole.content[3 * block :]
 
-    def test_zero_bytes(self, backend: Backend, arena: Arena) -> None:
+    def test_zero_bytes(self, backend, arena):
         backend.write(arena, Region(0, 0), 0)
         backend.read(arena, Region(0, 0), 0)
 
-    def test_reading_past_the_end_raises(self, backend: Backend, arena: Arena) -> None:
+    def test_reading_past_the_end_raises(self, backend, arena):
         arena.allocate(backend.block_bytes)
         memory = Memory.make(2 * backend.block_bytes)
         with pytest.raises(ShortTransferError, match="read") as caught:
@@ -117,7 +114,7 @@ class BackendSuite:
         with pytest.raises(ShortTransferError):
             backend.read(arena, memory.region, arena.size_bytes + 4 * backend.block_bytes)
 
-    def test_after_growth(self, backend: Backend, arena: Arena) -> None:
+    def test_after_growth(self, backend, arena):
         nbytes = 4 * backend.block_bytes
         first, written = arena.allocate(nbytes), [Memory.random(nbytes), Memory.random(nbytes)]
         backend.write(arena, written[0].region, first.offset)
@@ -131,8 +128,8 @@ class BackendSuite:
             backend.read(arena, read.region, extent.offset)
             assert read.content == memory.content
 
-    def test_many_threads(self, backend: Backend, arena: Arena) -> None:
-        def work(seed: int) -> None:
+    def test_many_threads(self, backend, arena):
+        def work(seed):
             choose = random.Random(seed)
             for _ in range(12):
                 nbytes = choose.randrange(1, 120) * backend.block_bytes
@@ -146,7 +143,7 @@ class BackendSuite:
 
         at_once(*(partial(work, seed) for seed in range(8)))
 
-    def test_two_arenas(self, backend: Backend, arena: Arena, tmp_path: Path) -> None:
+    def test_two_arenas(self, backend, arena, tmp_path):
         nbytes = 3 * backend.block_bytes
         other = backend.open_arena(tmp_path)
         memories = [Memory.random(nbytes), Memory.random(nbytes)]
@@ -158,14 +155,14 @@ class BackendSuite:
             assert read.content == memory.content
         other.close()
 
-    def test_closed_arena(self, backend: Backend, arena: Arena) -> None:
+    def test_closed_arena(self, backend, arena):
         arena.allocate(backend.block_bytes)
         arena.close()
         memory = Memory.make(backend.block_bytes)
         with pytest.raises(OffloaderClosedError, match="is closed"):
             backend.write(arena, memory.region, 0)
 
-    def test_probes(self, backend: Backend, tmp_path: Path) -> None:
+    def test_probes(self, backend, tmp_path):
         assert read_back_ok(backend, tmp_path)
         rates = measure_rates(backend, [tmp_path], nbytes=4 << 20)
         assert rates.write_per_s > 0

@@ -1,7 +1,5 @@
 """A child process on a terminal of its own, and what can be read on its screen at the end."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -10,7 +8,6 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Mapping
 
 from tests.support.patience import PATIENCE_S
 
@@ -20,7 +17,7 @@ _NUM_COLUMNS = 200
 _TOKENS = re.compile(r"\x1b\[\??([0-9;]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)")
 
 
-def run_on_terminal(source: str, env: Mapping[str, str] | None = None) -> str:
+def run_on_terminal(source, env=None):
     """Run Python source with standard output and error on a terminal, and return all that was written to it."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, _NUM_COLUMNS, 0, 0))
@@ -43,9 +40,9 @@ def run_on_terminal(source: str, env: Mapping[str, str] | None = None) -> str:
     return text
 
 
-def screen(written: str) -> list[str]:
+def screen(written):
     """The lines that somebody sees when all of it has been written, without empty ones."""
-    lines: dict[int, list[str]] = {}
+    lines = {}
     row = column = 0
     for argument, code, is_return, is_newline, text in _TOKENS.findall(written):
         line = lines.setdefault(row, [])

@@ -1,17 +1,14 @@
 """Several threads that meet in tests."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 
 
-def at_once(*works: Callable[[], object]) -> None:
+def at_once(*works):
     """Run in threads that begin together; raise the first error."""
-    raised: list[BaseException] = []
+    raised = []
     barrier = threading.Barrier(len(works))
 
-    def run(work: Callable[[], object]) -> None:
+    def run(work):
         try:
             barrier.wait()
             work()

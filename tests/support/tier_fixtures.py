@@ -1,8 +1,5 @@
 """Tiers of host memory, closed after the test; copies that wait until they are let through."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -10,18 +7,16 @@ import pytest
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers import transfer_queue
 from lightning_ssd.tiers.host import HostTier
-from lightning_ssd.tiers.streams import CopyEngine, HostCopies
-from tests.support.host_traffic import MIB, MakeTier
+from lightning_ssd.tiers.streams import HostCopies
+from tests.support.host_traffic import MIB
 from tests.support.late import HeldCopies
 
 
 @pytest.fixture
-def make_tier() -> Iterator[MakeTier]:
-    tiers: list[HostTier] = []
+def make_tier():
+    tiers = []
 
-    def make(
-        copies: CopyEngine | None = None, *, capacity: int = 8 * MIB, events: EventLog | None = None, **extra: int
-    ) -> HostTier:
+    def make(copies=None, *, capacity=8 * MIB, events=None, **extra):
         tier = HostTier(capacity, copies or HostCopies(), pin=False, events=events or EventLog(), **extra)
         tiers.append(tier)
         return tier
@@ -34,12 +29,12 @@ def make_tier() -> Iterator[MakeTier]:
 
 
 @pytest.fixture
-def held() -> HeldCopies:
+def held():
     return HeldCopies()
 
 
 @pytest.fixture
-def worker_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def worker_clock(monkeypatch):
     """The time of all transfers, as a list of one number: it stands still, however busy the machine is."""
     now_s = [0.0]
     stopped = SimpleNamespace(perf_counter=lambda: now_s[0], thread_time=lambda: now_s[0])

@@ -1,53 +1,39 @@
 """Passes and machines for the tests of planning: a regular network, what hypothesis thinks of, a plan played."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.plan import Machine, Plan, TierRates
+from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.recompute_trace import input_of, recomputed
-from lightning_ssd.planning.simulator import Timeline, simulate
+from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
 
 KEEP, SSD, HOST = Placement.KEEP, Placement.SSD, Placement.HOST
 
 
-def rates(write: float, read: float | None = None, capacity: int | None = None) -> TierRates:
+def rates(write, read=None, capacity=None):
     read = write if read is None else read
     return TierRates(write_bytes_per_s=write, read_bytes_per_s=read, capacity_bytes=capacity)
 
 
-def ssd(write: float, read: float | None = None) -> Machine:
+def ssd(write, read=None):
     return Machine(ssd=rates(write, read))
 
 
-def storage(
-    nbytes: int, packed: float, wanted: float | None, freed: float, *, last_used: float | None = None, **more: int
-) -> TracedStorage:
+def storage(nbytes, packed, wanted, freed, *, last_used=None, **more):
     last_used = packed if last_used is None else last_used
     return TracedStorage(nbytes=nbytes, packed_s=packed, last_used_s=last_used, wanted_s=wanted, freed_s=freed, **more)
 
 
-def trace(
-    storages: list[TracedStorage], *, forward_end: float = 0.0, end: float = 0.0, blocks: tuple[TracedBlock, ...] = ()
-) -> Trace:
+def trace(storages, *, forward_end=0.0, end=0.0, blocks=()):
     wants = sorted((s.wanted_s, -i) for i, s in enumerate(storages) if s.wanted_s is not None)
     order = tuple(-i for _, i in wants)
     return Trace(storages=tuple(storages), order=order, blocks=blocks, forward_end_s=forward_end, end_s=end)
 
 
-def network(
-    num_blocks: int = 10,
-    per_block: int = 10,
-    *,
-    nbytes: int = 100,
-    forward_s: float = 1.0,
-    backward_s: float = 2.0,
-    input_nbytes: int = 100,
-) -> Trace:
+def network(num_blocks=10, per_block=10, *, nbytes=100, forward_s=1.0, backward_s=2.0, input_nbytes=100):
     """Equal blocks; backward wants the storages in reverse, each right after the one before it is freed."""
     turn = num_blocks * forward_s
     storages, blocks = [], []
@@ -73,7 +59,7 @@ def network(
 
 
 @st.composite
-def _storages(draw: st.DrawFn, packed: float, back: float, block: int) -> TracedStorage:
+def _storages(draw, packed, back, block):
     """One that is wanted, if at all, within three seconds from ``back`` on, and freed within three more."""
     quarters = st.integers(0, 12).map(lambda n: n / 4)
     want = draw(st.one_of(st.none(), quarters))
@@ -90,7 +76,7 @@ def _storages(draw: st.DrawFn, packed: float, back: float, block: int) -> Traced
 
 
 @st.composite
-def passes(draw: st.DrawFn) -> Trace:
+def passes(draw):
     """Up to 18 storages in up to 3 blocks (or none), with ties, gaps, zero lengths and things never wanted back."""
     quarters = st.integers(0, 12).map(lambda n: n / 4)
     num_blocks = draw(st.integers(0, 3))
@@ -122,21 +108,21 @@ def passes(draw: st.DrawFn) -> Trace:
     return trace(storages, forward_end=turn, end=turn + 6.0 * slots + 3, blocks=tuple(blocks))
 
 
-def tier_rates() -> st.SearchStrategy[TierRates]:
+def tier_rates():
     speed = st.integers(1, 300)
     return st.builds(rates, speed, speed, st.one_of(st.none(), st.integers(0, 600)))
 
 
-def machines() -> st.SearchStrategy[Machine]:
+def machines():
     return st.builds(lambda s, h: Machine(ssd=s, host=h), tier_rates(), st.one_of(st.none(), tier_rates()))
 
 
-def placements(case: Trace, machine: Machine) -> st.SearchStrategy[tuple[Placement, ...]]:
+def placements(case, machine):
     tiers = [KEEP, SSD] if machine.host is None else [KEEP, SSD, HOST]
     return st.tuples(*(st.sampled_from(tiers) for _ in case.storages))
 
 
-def play(case: Trace, machine: Machine, plan: Plan) -> Timeline:
+def play(case, machine, plan):
     """Play a plan that was made from this trace in full detail; its prediction is the plan's."""
     other, old = recomputed(case, plan.recompute - case.recomputed)
     inputs = dict(plan.inputs)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import Strategy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,7 +30,7 @@ LIGHTNING_NOISE = (
 )
 
 # A Trainer without anything it can do without. What make_trainer() says of these Lightning does not allow then.
-BAREBONES: dict[str, Any] = {
+BAREBONES = {
     "barebones": True,
     "enable_progress_bar": None,
     "logger": None,
@@ -52,7 +48,7 @@ class Block(torch.nn.Module):
         self.down = torch.nn.Linear(2 * width, width)
         self.dropout = torch.nn.Dropout(0.1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
 
 
@@ -65,46 +61,46 @@ class Net(L.LightningModule):
         self.blocks = torch.nn.ModuleList(Block(width) for _ in range(3))
         self.norm = torch.nn.BatchNorm1d(width)
         self.head = torch.nn.Linear(width, 1)
-        self.losses: list[torch.Tensor] = []
+        self.losses = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
         return self.head(self.norm(x))
 
-    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+    def loss(self, batch):
         x, y = batch
         loss = torch.nn.functional.mse_loss(self(x).float(), y.float())
         self.losses.append(loss.detach().clone())
         return loss
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("train/loss", loss)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val/loss", self.loss(batch), sync_dist=self.trainer.world_size > 1)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.loss(batch)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def predict_step(self, batch, batch_idx):
         return self(batch[0])
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    def dataset(self) -> TensorDataset:
+    def dataset(self):
         generator = torch.Generator().manual_seed(5)
         rows = NUM_BATCHES * BATCH_SIZE
         x = torch.randn(rows, self.width, generator=generator)
         return TensorDataset(x, x.square().mean(1, keepdim=True))
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(self.dataset(), batch_size=self.batch_size, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self):
         return DataLoader(self.dataset(), batch_size=self.batch_size)
 
     test_dataloader = predict_dataloader = val_dataloader
@@ -113,7 +109,7 @@ class Net(L.LightningModule):
 class Unlogged(Net):
     """For :func:`step_after_fit`: Lightning has nowhere to log to then."""
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
+    def log(self, *args, **kwargs):
         pass
 
 
@@ -125,7 +121,7 @@ class ManualNet(Net):
         self.automatic_optimization = False
         self.through_lightning = through_lightning
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():
             self.toggle_optimizer(optimizer)
             loss = self.loss(batch)
@@ -137,7 +133,7 @@ class ManualNet(Net):
             optimizer.zero_grad()
             self.untoggle_optimizer(optimizer)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         first = torch.optim.AdamW(self.blocks.parameters(), lr=1e-2)
         return first, torch.optim.SGD([*self.norm.parameters(), *self.head.parameters()], lr=1e-2)
 
@@ -145,12 +141,12 @@ class ManualNet(Net):
 class LBFGSNet(Net):
     """One optimizer step runs the closure, so forward and backward, several times."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Models as small as these run many times faster so, above all where the machine is shared."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -160,20 +156,18 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def offload_strategy(
-    directory: Path, *, min_tensor_bytes: int | str = 4096, activations: str = "auto", **more: Any
-) -> SSDOffloadStrategy:
+def offload_strategy(directory, *, min_tensor_bytes=4096, activations="auto", **more):
     """Ours, with a policy for small models; works where the temporary directory is in memory, too."""
     return SSDOffloadStrategy(
-        policy=OffloadPolicy(min_tensor_bytes=min_tensor_bytes, activations=activations),  # type: ignore[arg-type]
+        policy=OffloadPolicy(min_tensor_bytes=min_tensor_bytes, activations=activations),
         hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
         **more,
     )
 
 
-def make_trainer(strategy: Strategy | str, directory: Path, **more: Any) -> L.Trainer:
+def make_trainer(strategy, directory, **more):
     """A quiet Trainer on one CPU device."""
-    settings: dict[str, Any] = {
+    settings = {
         "accelerator": "cpu",
         "devices": 1,
         "max_epochs": 1,
@@ -187,7 +181,7 @@ def make_trainer(strategy: Strategy | str, directory: Path, **more: Any) -> L.Tr
     return L.Trainer(strategy=strategy, **(settings | more))
 
 
-def fit(make: Callable[[], Net], strategy: Strategy | str, directory: Path, **more: Any) -> tuple[L.Trainer, Net]:
+def fit(make, strategy, directory, **more):
     """Train from a fixed seed."""
     L.seed_everything(7, verbose=False)
     module = make()
@@ -201,7 +195,7 @@ def fit(make: Callable[[], Net], strategy: Strategy | str, directory: Path, **mo
     return trainer, module
 
 
-def step_after_fit(trainer: L.Trainer) -> None:
+def step_after_fit(trainer):
     """Call the loop once more when everything has been torn down, as some of Lightning's own tests do."""
     module = trainer.lightning_module
     kwargs = OrderedDict(batch=list(module.dataset()[:BATCH_SIZE]), batch_idx=0)
@@ -212,12 +206,12 @@ def step_after_fit(trainer: L.Trainer) -> None:
         epoch_loop.manual_optimization.run(kwargs)
 
 
-def result(module: Net) -> dict[str, Any]:
+def result(module):
     """What two equal trainings have in common."""
     return {"losses": module.losses, "state": {name: value.clone() for name, value in module.state_dict().items()}}
 
 
-def assert_same_training(make: Callable[[], Net], directory: Path, **more: Any) -> L.Trainer:
+def assert_same_training(make, directory, **more):
     """Bitwise the same losses and weights as with Lightning's own strategy; and bytes took our way."""
     _, expected = fit(make, "auto", directory / "plain", **more)
     for activations in ("auto", "offload"):  # a plan may keep everything, so that bytes need move in the second only

@@ -1,10 +1,6 @@
 """Models of small blocks, and an observer that remembers what it is told."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,46 +13,46 @@ class Watch:
 
     recomputes_all = False
 
-    def __init__(self, *, recompute: bool = False, wants_inputs: bool = False) -> None:
+    def __init__(self, *, recompute=False, wants_inputs=False):
         self.recompute = recompute
         self.wants_inputs = wants_inputs
-        self.told: list[Any] = []
+        self.told = []
         self.num_trials = 0
 
-    def block_enters(self, name: str) -> bool:
+    def block_enters(self, name):
         self.told.append(name)
         return self.recompute
 
-    def block_inputs(self, nbytes: int) -> None:
+    def block_inputs(self, nbytes):
         self.told.append(nbytes)
 
-    def block_is_kept(self) -> None:
+    def block_is_kept(self):
         """Somebody else has decided."""
 
-    def block_recomputed(self, sizes: Iterable[int]) -> None:
+    def block_recomputed(self, sizes):
         """What is told of forward is enough."""
 
-    def block_tried(self, begin_s: float, end_s: float) -> None:
+    def block_tried(self, begin_s, end_s):
         assert 0 < begin_s < end_s
         self.num_trials += 1
 
-    def block_leaves(self) -> None:
+    def block_leaves(self):
         self.told.append("left")
 
 
 class Half(nn.Module):
     """A small block."""
 
-    def __init__(self, width: int = 6) -> None:
+    def __init__(self, width=6):
         super().__init__()
         self.linear = nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor, *, scale: float = 0.5, extra: Any = None) -> torch.Tensor:
+    def forward(self, x, *, scale=0.5, extra=None):
         """Halves."""
         return self.linear(x).tanh() * scale
 
 
-def chain(num_blocks: int = 2) -> nn.Sequential:
+def chain(num_blocks=2):
     torch.manual_seed(1)
     return nn.Sequential(*[Half() for _ in range(num_blocks)])
 
@@ -64,7 +60,7 @@ def chain(num_blocks: int = 2) -> nn.Sequential:
 LAYER = functools.partial(nn.TransformerEncoderLayer, 8, 2, 8, batch_first=True)
 
 
-def nothing_of_ours(model: nn.Module) -> None:
+def nothing_of_ours(model):
     """Each module has the forward of its class, and knows no other way to be copied than that of its class."""
     for module in model.modules():
         assert not {"forward", "__getstate__", "_compiled_call_impl"} & set(vars(module))

@@ -1,21 +1,15 @@
 """Small trainings whose weights, gradients and states may wait elsewhere: with an offloader and without."""
 
-from __future__ import annotations
-
 import os
 import resource
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from lightning_ssd import Offloader
 
 WIDTH, NUM_BLOCKS, VOCABULARY = 128, 4, 600
 MIN_TENSOR = "16KiB"
@@ -24,20 +18,20 @@ MIN_TENSOR = "16KiB"
 class Block(nn.Module):
     """A small adapter is trained beside two large weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(WIDTH, 4 * WIDTH)
         self.down = nn.Linear(4 * WIDTH, WIDTH)
         self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(torch.relu(self.up(x))) + self.adapter(x)
 
 
 class Net(nn.Module):
     """Tied embedding and head; blocks in between."""
 
-    def __init__(self, *, repeats: Callable[..., Any] | None = None) -> None:
+    def __init__(self, *, repeats=None):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
@@ -45,26 +39,26 @@ class Net(nn.Module):
         self.head.weight = self.embedding.weight
         self._repeats = repeats
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x) if self._repeats is None else self._repeats(block, x)
         return self.head(x)
 
 
-def frozen(model: nn.Module) -> nn.Module:
+def frozen(model):
     """All but the adapters."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("adapter" in name)
     return model
 
 
-def built(kind: type[nn.Module] | None = None, **options: Any) -> nn.Module:
+def built(kind=None, **options):
     torch.manual_seed(0)
     return frozen((kind or Net)(**options))
 
 
-def batches(num: int) -> Iterator[torch.Tensor]:
+def batches(num):
     generator = torch.Generator().manual_seed(1)
     for _ in range(num):
         yield torch.randint(0, VOCABULARY, (3, 20), generator=generator)
@@ -73,28 +67,28 @@ def batches(num: int) -> Iterator[torch.Tensor]:
 class Plain:
     """Stand in for an offloader in plain training."""
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         return False
 
-    def saved_tensors(self, **_: object) -> AbstractContextManager[None]:
+    def saved_tensors(self, **_):
         return nullcontext()
 
-    def offload_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def offload_optimizer(self, optimizer):
         return optimizer
 
-    def register_module(self, module: nn.Module) -> None: ...
+    def register_module(self, module): ...
 
-    def expect_no_optimizer(self) -> None: ...
+    def expect_no_optimizer(self): ...
 
-    def end_backward(self) -> None: ...
+    def end_backward(self): ...
 
-    def send_out_weights(self) -> None: ...
-
-
-PLAIN: Any = Plain()
+    def send_out_weights(self): ...
 
 
-def passed(offloader: Offloader | None, forward: Callable[[], torch.Tensor], **options: Any) -> torch.Tensor:
+PLAIN = Plain()
+
+
+def passed(offloader, forward, **options):
     """Run forward and backward of a step; return the loss."""
     offloader = offloader or PLAIN
     with offloader.saved_tensors():
@@ -104,7 +98,7 @@ def passed(offloader: Offloader | None, forward: Callable[[], torch.Tensor], **o
     return loss
 
 
-def taken_over(offloader: Offloader | None, module: Any) -> Any:
+def taken_over(offloader, module):
     """Register a module that no optimizer of ours updates; return it."""
     offloader = offloader or PLAIN
     offloader.expect_no_optimizer()
@@ -112,22 +106,12 @@ def taken_over(offloader: Offloader | None, module: Any) -> Any:
     return module
 
 
-def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+def gradients_of(model):
     """Copy the gradients that there are."""
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-Between = Callable[[nn.Module, int], object]
-
-
-def train(
-    model: nn.Module,
-    offloader: Offloader | None = None,
-    *,
-    steps: int = 4,
-    between: Between = lambda model, step: None,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-) -> list[torch.Tensor]:
+def train(model, offloader=None, *, steps=4, between=lambda model, step: None, optimizer=torch.optim.AdamW):
     """Losses, and the gradients of each step."""
     update = optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     found = []
@@ -140,15 +124,15 @@ def train(
     return found
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def same(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def equal_weights(one: nn.Module, other: nn.Module) -> bool:
+def equal_weights(one, other):
     return same(list(one.state_dict().values()), list(other.state_dict().values()))
 
 
-def in_a_fork(work: Callable[[], object]) -> int:
+def in_a_fork(work):
     """Return the status of a fork that did it: 0, or what it died of."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads and forks
@@ -164,10 +148,7 @@ def in_a_fork(work: Callable[[], object]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-BetweenSteps = Callable[[nn.Module, torch.optim.Optimizer, int], object]
-
-
-def nothing(*_: object) -> None:
+def nothing(*_):
     """No more than training."""
 
 
@@ -180,15 +161,15 @@ class Loop:
 
     def __init__(
         self,
-        offloader: Offloader | None = None,
+        offloader=None,
         *,
-        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-        before_step: BetweenSteps = nothing,
-        after_step: BetweenSteps = nothing,
-        dtype: torch.dtype = torch.float32,
-        repeats: Callable[..., Any] | None = None,
-        **options: Any,
-    ) -> None:
+        make=torch.optim.AdamW,
+        before_step=nothing,
+        after_step=nothing,
+        dtype=torch.float32,
+        repeats=None,
+        **options,
+    ):
         torch.manual_seed(0)
         self.model = Net(repeats=repeats).to(dtype)
         self.offloader = offloader
@@ -196,18 +177,18 @@ class Loop:
         self.__dict__.update(options)
         (offloader or PLAIN).register_module(self.model)
         self.optimizer = (offloader or PLAIN).offload_optimizer(make(self.model.parameters(), lr=1e-2))
-        self.found: list[torch.Tensor] = []
+        self.found = []
 
-    def _loss(self, ids: torch.Tensor) -> torch.Tensor:
+    def _loss(self, ids):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
             return self.model(ids).float().logsumexp(-1).mean()
 
-    def backward(self, *, step: int = 0) -> Loop:
+    def backward(self, *, step=0):
         """Run forward and backward of one step, and no update."""
         passed(self.offloader, lambda: self._loss(list(batches(step + 1))[step]))
         return self
 
-    def run(self, steps: int = 4) -> Loop:
+    def run(self, steps=4):
         for step in range(steps):
             for ids in list(batches(steps * self.accumulate))[step * self.accumulate :][: self.accumulate]:
                 # No loss lives on: PyTorch lets weights of its graph be swapped, and spoils what the next one shares.
@@ -219,37 +200,37 @@ class Loop:
             self._after(self.model, self.optimizer, step)
         return self
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self):
         """Losses, gradients, weights, states."""
         states = self.optimizer.state_dict()["state"]
         held = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
         return [*self.found, *self.model.state_dict().values(), *(value.clone() for value in held)]
 
 
-def clip_norm(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def clip_norm(model, optimizer, step):
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
-def clip_value(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def clip_value(model, optimizer, step):
     nn.utils.clip_grad_value_(model.parameters(), 1e-4)
 
 
-def edit_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def edit_gradients(model, optimizer, step):
     model.blocks[0].up.weight.grad.mul_(0.5)
     model.blocks[1].up.weight.grad = model.blocks[1].up.weight.grad * 2
     model.blocks[2].up.weight.grad = None
 
 
-def clamp(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def clamp(model, optimizer, step):
     for parameter in model.parameters():
         parameter.data.clamp_(-0.05, 0.05)
 
 
-def repeated(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def repeated(block, x):
     return checkpoint(block, x, use_reentrant=False)
 
 
-PROGRAMS: dict[str, dict[str, Any]] = {
+PROGRAMS = {
     "adamw": {},
     "sgd": {"make": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True)},
     "adafactor": {"make": torch.optim.Adafactor},

@@ -1,5 +1,4 @@
 import json
-import random
 from dataclasses import replace
 
 import pytest
@@ -39,7 +38,7 @@ def test_union_equals_counting_quarters(pairs):
 
 
 @given(interval_lists, st.randoms(use_true_random=False), st.integers(-100, 100))
-def test_union_ignores_order_repetition_and_origin(pairs, rng: random.Random, shift):
+def test_union_ignores_order_repetition_and_origin(pairs, rng, shift):
     shuffled = [*pairs, *pairs]
     rng.shuffle(shuffled)
     assert union_s((start + shift, end + shift) for start, end in shuffled) == union_s(pairs)
