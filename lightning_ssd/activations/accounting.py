@@ -107,7 +107,7 @@ class MemoryAccounting:
         self.counters.resident_bytes = sum(record.nbytes for record in live if record.is_resident)
         self._away_on_host_bytes = sum(r.nbytes for r in live if r.is_on_host and not r.is_resident)
 
-    def _opened(self, record: SavedStorage | KeptStorage) -> None:
+    def opened(self, record: SavedStorage | KeptStorage) -> None:
         """A new saved storage, in memory."""
         counters, nbytes = self.counters, record.nbytes
         counters.num_saved += 1
@@ -210,7 +210,7 @@ class MemoryAccounting:
                     self.saved_bytes -= record.nbytes
                     self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
             elif id(note.lease) not in watched:
-                self._opened(note)
+                self.opened(note)
                 watched[id(note.lease)] = note.lease
             notes.popleft()  # last: an interrupted call is made good by the next one
         if self.unwanted:
