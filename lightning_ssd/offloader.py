@@ -76,8 +76,8 @@ class Offloader:
         default_directory: used when neither ``hardware.paths`` nor ``$LIGHTNING_SSD_PATHS`` names a directory.
         subdirectory: appended to each directory, so that each process has its own.
         agree: for processes that train together: returns the smallest of each number over all processes, so that they
-            make equal plans. Called after the 1st, 2nd, 4th ... backward, by :meth:`offload_optimizer`, and by
-            :meth:`register_module` if blocks are recomputed.
+            make equal plans. Called after the 1st, 2nd, 4th ... backward (and every 1,024th with ``wear_budget``), by
+            :meth:`offload_optimizer`, and by :meth:`register_module` if blocks are recomputed.
         is_sharded: processes have shards of the model (FSDP2). Else processes with ``agree`` are assumed to train
             copies of the whole model with ``DistributedDataParallel``, which holds the trained weights.
         num_local_processes: number of this run's processes on this machine, which share its memory, its drives and
