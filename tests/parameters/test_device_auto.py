@@ -1,5 +1,6 @@
 """What only a device has where weights leave it between steps: graphs that know addresses, streams, and its gauge."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from tests.support.residency import (
     blocks_of,
     policy,
     register,
+    small_bytes,
 )
 from tests.support.weight_loops import NUM_BLOCKS, WIDTH, Loop, batches, built, same, train
 
@@ -306,3 +308,23 @@ def test_what_another_thread_uses_meanwhile_leaves_after_that(running_card, aske
                 one_step(model, offloader, x)
             assert len(running_card.waiting(model)) == 4
     assert device.faults == []
+
+
+@pytest.mark.parametrize("num_staying", [1, NUM_BLOCKS])
+def test_registered_again_where_a_graph_may_know_addresses_as_many_wait_as_before(num_staying, card, asked, caplog):
+    plain, model = built(), built()
+    if num_staying < NUM_BLOCKS:
+        card.has_room((2 + num_staying) * BLOCK_BYTES, others=small_bytes(model))
+    offloader = card.open(model)
+    before, kept = card.waiting(model), offloader.stats.weights_kept_bytes
+    assert NUM_BLOCKS - len(blocks_of(before)) == num_staying
+    asked.has_graph, card.capacity_bytes = True, 0
+    caplog.set_level(logging.INFO, "lightning_ssd")
+    offloader.register_module(model)
+    assert card.waiting(model) == before
+    assert offloader.stats.weights_kept_bytes == kept
+    assert "as before, " in caplog.text
+    assert same(train(model, offloader), train(plain))
+    asked.has_graph = False
+    offloader.register_module(model)
+    assert len(card.waiting(model)) == NUM_WEIGHTS
