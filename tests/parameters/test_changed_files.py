@@ -9,9 +9,11 @@ import weakref
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from lightning_ssd.errors import CorruptionError, StorageError
 from lightning_ssd.parameters.files import source_files
+from lightning_ssd.parameters.files.file_slices import private_mapping
 from tests.parameters.test_paged_weights import policy  # noqa: F401  # that of ``opened``
 from tests.parameters.test_weights_in_place import loaded, saved
 from tests.support.weight_loops import built, frozen, same, train
@@ -148,3 +150,25 @@ def test_a_weight_that_was_copied_from_a_changed_file_is_noticed(opened, folder)
     assert [batch() for batch in met] == [None, None], "what a file's error is kept with holds no frame of a step"
     with pytest.raises(StorageError, match="was changed while frozen weights wait in it"):
         offloader.close()
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_weight_may_go_while_its_bytes_are_verified(is_edited, opened, folder, monkeypatch):
+    model = loaded(saved(folder))
+    offloader = opened(model, verify="full")
+    pager = offloader._parts.parameters.pager
+    weight = pager.find(model.blocks[0].up.weight.untyped_storage())
+    if is_edited:
+        model.blocks[0].up.weight.data.view(-1)[0] += 1
+    look, are_mapped = source_files.checksum, []
+
+    def drop_then_look(region):
+        up = model.blocks[0].up
+        up.weight = nn.Parameter(up.weight.detach().clone(), requires_grad=False)
+        pager.border()
+        are_mapped.append(private_mapping(region.address) is not None)
+        return look(region) if are_mapped[-1] else 0
+
+    monkeypatch.setattr(source_files, "checksum", drop_then_look)
+    weight.memory.bring_in()
+    assert are_mapped == [True]
