@@ -268,9 +268,6 @@ def test_a_weight_that_does_not_come_back_at_the_end_is_an_error(spill_dir):
         assert "data" not in vars(nn.Parameter)
 
 
-# -- the order of copies -----------------------------------------------------------------------------------------------
-
-
 def test_memory_that_was_taken_is_not_taken_twice(opened, monkeypatch):
     """Where a unit gets but a part of its memory and asks again: ``resize_`` to the present size takes all anew."""
     plain, model = built(), built()
