@@ -171,11 +171,11 @@ def test_dropped_unclosed_under_the_accounting_lock(spill_dir, run_child):
 import faulthandler, gc, torch, lightning_ssd as s
 from lightning_ssd.activations.accounting import MemoryAccounting
 faulthandler.dump_traceback_later(240, exit=True)
-opened = MemoryAccounting._opened
+opened = MemoryAccounting.opened
 def collecting(self, record):
     gc.collect()
     opened(self, record)
-MemoryAccounting._opened = collecting
+MemoryAccounting.opened = collecting
 policy = s.OffloadPolicy(activations="offload", min_tensor_bytes=0)
 hardware = s.HardwareProfile(paths={str(spill_dir)!r})
 forgotten = s.Offloader(policy=policy, hardware=hardware).open()

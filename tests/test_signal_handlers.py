@@ -19,7 +19,7 @@ def at_a_lock(monkeypatch, tmp_path):
     calls = []
     with open_offloader(tmp_path, EAGER) as offloader:
         accounting = offloader._opened().accounting
-        opened = accounting._opened
+        opened = accounting.opened
 
         def wrapped(record):
             assert accounting.lock.locked()
@@ -27,7 +27,7 @@ def at_a_lock(monkeypatch, tmp_path):
                 calls.pop()()
             opened(record)
 
-        monkeypatch.setattr(accounting, "_opened", wrapped)
+        monkeypatch.setattr(accounting, "opened", wrapped)
         yield offloader, calls
 
 

@@ -218,3 +218,12 @@ def test_the_generic_words_train_on_cuda(spill_dir):
         assert stats[name] == own[name]
     assert generic.allocated_bytes() == CudaAccelerator(device).allocated_bytes()
     check_training(spill_dir, device, StreamCopies(generic))
+
+
+def test_only_that_nobody_can_tell_is_taken_for_unknown(monkeypatch):
+    def broken(device):
+        raise RuntimeError("the device has fallen off the bus")
+
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", broken)
+    with pytest.raises(RuntimeError, match="off the bus"):
+        GenericAccelerator(CPU).allocated_bytes()

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -277,3 +278,26 @@ def test_the_library_that_gives_malloc_is_recognised(tmp_path):
 def test_a_preloaded_name_is_not_enough():
     assert foreign_malloc() is None
     assert run(ASK, LD_PRELOAD="/nowhere/jemalloc/libtcmalloc.so.4").startswith("None ")
+
+
+@glibc_only
+def test_an_old_glibc_reuses_all_but_the_largest_tensors(monkeypatch):
+    """Before 2.35 it refuses thresholds of more than 32 MiB."""
+    libc, held = MallocThreshold()._libc, {}
+
+    def mallopt(option, value):
+        if option == MallocThreshold._M_MMAP_THRESHOLD and value > 32 << 20:
+            return 0
+        held[option] = value
+        return libc.mallopt(option, value)
+
+    threshold = MallocThreshold()
+    old = SimpleNamespace(mallopt=mallopt, malloc=libc.malloc, free=libc.free, malloc_trim=libc.malloc_trim)
+    monkeypatch.setattr(threshold, "_libc", old)
+    threshold.fix()
+    assert held[MallocThreshold._M_MMAP_THRESHOLD] == threshold.nbytes
+    threshold.reuse()
+    assert held[MallocThreshold._M_MMAP_THRESHOLD] == 32 << 20
+    assert held[MallocThreshold._M_TRIM_THRESHOLD] == MallocThreshold._UNREACHED_NBYTES
+    threshold.restore()
+    assert held[MallocThreshold._M_TRIM_THRESHOLD] == MallocThreshold._RESTORED_TRIM_NBYTES

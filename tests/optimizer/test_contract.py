@@ -497,3 +497,41 @@ def test_a_class_of_pytorch_that_was_patched_is_not_known(spill_dir, monkeypatch
     monkeypatch.setattr(torch.optim.SGD, "_init_group", lambda *args: init_group(*args))
     with opened(spill_dir) as offloader, pytest.raises(ConfigError, match="declare it"):
         offloader.offload_optimizer(torch.optim.SGD(pair.mine))
+
+
+def test_counters_in_slots_are_refused(spill_dir):
+    pair = Pair(kind("Slots", __slots__=("k",)), MANY)
+    with pytest.raises(ConfigError, match=r"which has 'k' in __slots__ or"), wrapped(pair.inner, spill_dir):
+        pass
+
+
+def test_a_trial_that_reaches_the_options_themselves_leaves_no_mark(spill_dir):
+    def made(parameters):
+        optimizer = kind("CountsPast", begin=lambda self: self.tick())(parameters)
+        [group] = optimizer.param_groups
+        optimizer.tick = lambda: group.update(count=group["count"] + 1)
+        return optimizer
+
+    pair = Pair(made, MANY)
+    with pytest.raises(ConfigError, match="changed options of the optimizer itself"), wrapped(pair.inner, spill_dir):
+        pass
+    assert pair.inner.param_groups[0]["count"] == 0
+
+
+def _norm_of_all(optimizer):
+    norm = torch.stack(
+        [p.grad.norm() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    ).norm()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.div_(norm)
+
+
+def test_a_step_that_needs_its_closure_is_tried_with_one(spill_dir):
+    def step(self, closure):
+        return Momentum.step(self, closure)
+
+    pair = Pair(kind("Needs", begin=_norm_of_all, step=step), MANY)
+    with pytest.raises(ConfigError, match="names Needs, which does not update"), wrapped(pair.inner, spill_dir):
+        pass

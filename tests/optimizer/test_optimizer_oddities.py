@@ -209,3 +209,20 @@ def _train(model, optimizer, batch):
     optimizer.zero_grad()
     model(batch).square().mean().backward()
     optimizer.step()
+
+
+def test_states_elsewhere_stay_there(spill_dir):
+    """On another device, or none."""
+
+    class Elsewhere(Nested):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                state["shape"] = torch.empty(p.shape, device="meta")
+                state["m"] = state.get("m", torch.zeros_like(p)) + p.grad
+                p.sub_(state["m"])
+
+    with offloaded_pair(Elsewhere, spill_dir, steps=3) as (pair, optimizer):
+        pair.check()
+        assert optimizer.state_dict()["state"][3]["shape"].device.type == "meta"

@@ -1,5 +1,6 @@
 """A gradient that goes to its file takes the place of the last one: the same bytes, and nothing is read for it."""
 
+import _thread
 import errno
 import gc
 import io
@@ -276,3 +277,34 @@ def test_what_was_updated_is_written_at_once_where_memory_is_short(parameters, f
         pass
     assert len(begun) == (not is_enough), "what is no file any more is not written"
     pages.close()
+
+
+def overlapping(offset):
+    return torch.randn(16).as_strided((4, 4), (0, 1), offset)
+
+
+def test_a_gradient_that_covers_itself_fails_as_copying_it_does(gradients):
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        accumulated(gradients, parameter, overlapping(4))
+
+
+def update(parameter):
+    assert parameter.grad is not None
+    with torch.no_grad():
+        parameter.sub_(parameter.grad)
+
+
+def test_without_threads_they_come_when_it_is_their_turn(parameters, files, monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("can't start new thread")
+
+    expected = [(p.detach() - p.grad).clone() for p in parameters if p.grad is not None]
+    with monkeypatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", refuse)
+        pages = UpdatePages(files, HostRoom())
+    for now, following in zip(parameters, [*parameters[1:], parameters[0]], strict=True):
+        with pages.updating(whole(now), whole(following)):
+            update(now)
+    pages.close()
+    assert all(map(torch.equal, parameters, expected))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader
+from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from tests.parameters.test_paged_weights import (  # noqa: F401  # these are tests, here with our own offloaders
     policy,
@@ -267,4 +268,23 @@ def test_a_weight_that_does_not_come_back_at_the_end_is_an_error(spill_dir):
         assert "data" not in vars(nn.Parameter)
 
 
-# -- the order of copies -----------------------------------------------------------------------------------------------
+def test_memory_that_was_taken_is_not_taken_twice(opened, monkeypatch):
+    """Where a unit gets but a part of its memory and asks again: ``resize_`` to the present size takes all anew."""
+    plain, model = built(), built()
+    offloader = opened(model)
+    resize, failed, twice = torch.UntypedStorage.resize_, [], []
+
+    def short(storage, nbytes):
+        if storage.nbytes() == nbytes > 0:
+            twice.append(nbytes)
+        if nbytes and not failed and storage._cdata == last.cdata:
+            failed.append(nbytes)
+            raise torch.OutOfMemoryError("injected")
+        return resize(storage, nbytes)
+
+    with torch._C.DisableTorchFunctionSubclass():
+        last = StorageKey(model.blocks[2].down.weight.untyped_storage())
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", short)
+    assert same(train(model, offloader), train(plain))
+    assert failed
+    assert twice == []
