@@ -226,4 +226,4 @@ def test_only_that_nobody_can_tell_is_taken_for_unknown(monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "memory_allocated", broken)
     with pytest.raises(RuntimeError, match="off the bus"):
-        GenericAccelerator(CPU).allocated_bytes()
+        Accelerator(CPU).allocated_bytes()

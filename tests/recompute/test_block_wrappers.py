@@ -354,32 +354,3 @@ def test_the_class_may_change_later() -> None:
 
 
 SHOWN: set[tuple[int, int]] = set()
-
-
-class Triples(Half):
-    """Registers hooks with its inputs."""
-
-    def forward(self, *xs: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
-        for x in xs:
-            x.register_hook(lambda gradient: gradient * 3)
-            x.retain_grad()
-        if torch._C._current_autograd_node() is not None and type(xs[0]) is torch.Tensor:
-            SHOWN.update((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in xs)
-        return torch.stack([self.linear(x).tanh() for x in xs]).sum(0)
-
-
-@pytest.mark.parametrize("observed", [{"recompute": True}, {"wants_inputs": True}], ids=str)
-def test_hooks_of_inputs_that_wrap_others_are_there_once(observed: dict[str, bool]) -> None:
-    results = []
-    for options in ({}, observed):
-        torch.manual_seed(0)
-        model, x = torch.nn.Sequential(Triples(), Triples()), torch.ones(2, 6)
-        given = TwoTensor(x, x.clone()).requires_grad_()
-        inner = given * 2
-        with Blocks({"0": model[0], "1": model[1]}) as blocks, saved_tensors_hooks(lambda t: t, lambda t: t):
-            with blocks.observe(Watch(**options)):
-                loss = model(inner).sum()
-            loss.backward()
-            assert blocks.refused == {}
-        results.append([given.grad.a, inner.grad.a, *(p.grad.a for p in model.parameters())])
-    assert_identical(results[0], results[1])
