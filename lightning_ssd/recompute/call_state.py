@@ -2,8 +2,8 @@
 
 Put back are, of its modules and of modules among its arguments: attributes, parameters, buffers, parts and hooks; and
 generators of random numbers that are attributes. Besides these the random numbers of Python and NumPy. A forward that
-edits a tensor or a container among its attributes is refused. Whatever else it changes, it changes once more, as with
-PyTorch's own checkpoint.
+edits a tensor or a container among its attributes, or gives a buffer other memory, is refused. Whatever else it
+changes, it changes once more, as with PyTorch's own checkpoint.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class CallState:
     def _enter_container(self, label: str, value: Any, items: list[Any]) -> None:
         if any(map(_has_graph, items)):  # our nodes would hold it, and so the graphs of all calls before
             self.opaque = f"{label} holds tensors that an earlier call has computed; leave them there detached"
-        self._containers.append(_Container(label, value, [*map(id, items)]))
+        self._containers.append(_Container(label, value, items))
 
     def _enter_buffers(self, part: nn.Module) -> None:
         for name, buffer in part._buffers.items():
@@ -102,10 +102,9 @@ class CallState:
             if buffer is None or isinstance(buffer, nn.UninitializedBuffer) or buffer.is_inference():
                 continue
             self._has_graphs = self._has_graphs or _has_graph(buffer)
-            if is_plain(buffer) and torch._debug_has_internal_overlap(buffer) == 1:  # PyTorch edits none of these
-                self._tensors.append(_Tensor.of(type(part), name, buffer))
-            elif id(buffer) not in self._buffers or isinstance(part, _NormBase):
-                self._buffers[id(buffer)] = _Buffer(part, name, buffer, buffer._version, buffer.detach().clone())
+            if id(buffer) not in self._buffers or isinstance(part, _NormBase):
+                once = _each_once(buffer.detach())
+                self._buffers[id(buffer)] = _Buffer(part, _Tensor.of(type(part), name, buffer), once, once.clone())
 
     def _look(self, owner: type, name: str, value: Any) -> None:
         kind = type(value)
@@ -124,16 +123,17 @@ class CallState:
 
     def settle(self) -> str | None:
         """After the call: keep what is needed to repeat it. Returns what was edited in place and cannot be put back."""
-        edited = next(filter(None, (seen.edit() for seen in self._tensors)), None) or self.edited_container()
         buffers = self._buffers
+        exchanged = (f"the storage of {seen.before.label}" for seen in buffers.values() if seen.before.exchange())
+        edited = next(filter(None, (seen.edit() for seen in self._tensors)), None) or self.edited_container()
         self._buffers = {key: seen for key, seen in buffers.items() if seen.may_be_edited()}
-        others = [seen for key, seen in buffers.items() if key not in self._buffers]
-        self._tensors += [_Tensor.of(type(seen.part), seen.name, seen.buffer) for seen in others]
-        return edited
+        self._tensors += [seen.before for key, seen in buffers.items() if key not in self._buffers]
+        return edited or next(exchanged, None)
 
     def edited_container(self) -> str | None:
         """Return the name of a list, dict, set or deque with other items than before the call."""
-        return next((seen.label for seen in self._containers if [*map(id, _items(seen.container))] != seen.ids), None)
+        edited = (seen.label for seen in self._containers if not _are_same(_items(seen.container), seen.items))
+        return next(edited, None)
 
     def release_graphs(self) -> None:
         """After :meth:`settle`: hold tensors detached.
@@ -141,7 +141,6 @@ class CallState:
         Nodes of the call hold this state, and Python's garbage collector does not see that. A node that backward does
         not reach would keep the graphs of all calls before it.
         """
-        self._buffers = {key: seen._replace(buffer=seen.buffer.detach()) for key, seen in self._buffers.items()}
         others: dict[int, Any] = {}
 
         def other(value: Any) -> Any:
@@ -152,10 +151,13 @@ class CallState:
         if self._has_graphs:
             self._places = [(place, [*map(other, items)]) for place, items in self._places]
             self._tensors = [seen._replace(tensor=other(seen.tensor)) for seen in self._tensors]
+            for key, seen in self._buffers.items():
+                self._buffers[key] = seen._replace(before=seen.before._replace(tensor=other(seen.before.tensor)))
 
     def change(self) -> str | None:
         """Return what was done since that cannot be undone; ``None``: nothing that can be seen."""
         changed = next(filter(None, (seen.change() for seen in self._tensors)), None)
+        changed = changed or next(filter(None, (seen.before.exchange() for seen in self._buffers.values())), None)
         if changed is None and (container := self.edited_container()) is not None:
             changed = f"{container} has other items than in forward"
         return changed
@@ -168,7 +170,7 @@ class CallState:
         """
         now = [(place, _items(place)) for place, _ in self._places]
         buffers = [seen.buffer for seen in self._buffers.values()]
-        bytes_now = [buffer.detach().clone() for buffer in buffers]
+        bytes_now = [buffer.clone() for buffer in buffers]
         numbers = RandomStates(self._sources)
 
         def begin() -> _T:
@@ -193,17 +195,17 @@ class _Container(NamedTuple):
 
     label: str
     container: Any
-    ids: list[int]
-    """Numbers of what was in it. They hold nothing."""
+    items: list[Any]
+    """Held, because a new item may get the address of one that is gone."""
 
 
 class _Buffer(NamedTuple):
     """A buffer, and a copy of its bytes before the call."""
 
     part: nn.Module
-    name: str
+    before: _Tensor
     buffer: torch.Tensor
-    version: int
+    """Detached, with each element once."""
     copy: torch.Tensor
 
     def may_be_edited(self) -> bool:
@@ -212,7 +214,7 @@ class _Buffer(NamedTuple):
         Batch norms, ``data`` and NumPy edit without raising a version. So bytes are compared on a CPU. A device is not
         waited for: small buffers there count as edited, large ones go by their version.
         """
-        if isinstance(self.part, _NormBase) or self.buffer._version != self.version:
+        if isinstance(self.part, _NormBase) or self.buffer._version != self.before.version:
             return True
         return differs(self.buffer, self.copy) if self.buffer.device.type == "cpu" else self.copy.nbytes <= _SMALL_BYTES
 
@@ -235,9 +237,12 @@ def restoring(call: Callable[[], _T], undo: Callable[[], object]) -> _T:
 def _restore(contents: _Contents) -> None:
     """Put the same objects into the same places. May be called again, wherever an earlier call has got to."""
     for place, items in contents:
-        now = _items(place)
-        if len(now) != len(items) or not all(map(operator.is_, now, items)):
+        if not _are_same(_items(place), items):
             _put(place, items)
+
+
+def _are_same(now: list[Any], items: list[Any]) -> bool:
+    return len(now) == len(items) and all(map(operator.is_, now, items))
 
 
 def _items(place: Any) -> list[Any]:
@@ -337,6 +342,10 @@ class _Tensor(NamedTuple):
                 f"{self.label} was modified by an inplace operation: it is at version {self.tensor._version}; "
                 f"expected version {self.version} instead"
             )
+        return self.exchange()
+
+    def exchange(self) -> str | None:
+        """Return how it was given other memory."""
         storage = _storage_of(self.tensor)
         if storage is None or self.storage is None:
             return None if storage is None and self.storage is None else f"{self.label} was given other data"
@@ -351,6 +360,14 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return storage_of(tensor)
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def _each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view without the repetitions of ``expand``, which PyTorch refuses to write to."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        for dim, stride in enumerate(tensor.stride()):
+            tensor = tensor.narrow(dim, 0, 1) if stride == 0 and tensor.shape[dim] > 1 else tensor
+    return tensor
 
 
 def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -79,6 +79,8 @@ class Remembering(Block):
             self.register_buffer(name, torch.ones(WIDTH))
         with torch.inference_mode():
             self.register_buffer("evaluated", torch.ones(WIDTH))
+        self.register_buffer("counted", torch.zeros(1))
+        self.register_buffer("repeated", self.counted.expand(4))
         self.part = nn.Module()
         self.part.register_buffer("shared", self.shared)
         self.statistics = (self.elsewhere, self.elsewhere.view(2, -1))
@@ -102,6 +104,7 @@ class Remembering(Block):
         self.shared.mul_(0.9).add_(mean)
         self.statistics[0].mul_(0.9).add_(mean)  # by another reference to a buffer, and by a view of it
         self.statistics[1].data.mul_(0.5)
+        self.counted.add_(mean[0])
         self.by_data.data.mul_(0.9).add_(mean)  # these three past autograd
         self.by_numpy.numpy()[:] += mean.numpy()
         nn.functional.batch_norm(mean.expand(4, WIDTH), self.by_norm, torch.ones(WIDTH), training=True)
@@ -375,18 +378,43 @@ class StartsAnew(Block):
         return 1.0
 
 
+class Exchanges(Block):
+    """Gives a buffer other memory, which a repetition would do to the buffer itself."""
+
+    def prepare(self) -> None:
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def factor(self, x: torch.Tensor) -> Any:
+        self.mean.data = 0.9 * self.mean + x.detach().mean(0)
+        return 1.0
+
+    def state(self) -> Any:
+        return self.mean
+
+
 REFUSED: dict[type[Block], tuple[type[Exception], str]] = {
     GoesBack: (RecomputeError, "it asks for gradients in its own forward"),
     StartsAnew: (ConfigError, "a StartsAnew edits the gradient of Linear.weight in place"),
+    Exchanges: (ConfigError, "a Exchanges edits the storage of Exchanges.mean in place"),
     EditsTensor: (ConfigError, "a EditsTensor edits EditsTensor.sum in place"),
     EditsWeight: (ConfigError, "a EditsWeight edits Linear.bias in place"),
 }
+
+
+def replace_in_place(value: list[float]) -> float:
+    """Replace the only item by another float, for which Python takes the memory of the first one."""
+    address, number, others = id(value[0]), int(value.pop()), list[float]()
+    while id(new := number + 1.5) != address and len(others) < 1000:
+        others.append(new)
+    value.append(new)
+    return 1.0
 
 
 EDITED: dict[str, Case] = {
     "list": (lambda: [1], lambda value: value.append(2) or len(value)),
     "list of a class of its own": (lambda: Reversed([1]), lambda value: value.append(2) or len(value)),
     "item of a list": (lambda: [1.0], lambda value: value.__setitem__(0, value[0] + 1) or value[0]),
+    "item of a list, for one at the same address": (lambda: [float("1000.5")], lambda value: replace_in_place(value)),
     "deque": (lambda: deque([1], maxlen=3), lambda value: value.append(len(value)) or len(value)),
     "set": (lambda: {0}, lambda value: value.add(len(value)) or len(value)),
     "dict": (lambda: {"a": 1}, lambda value: value.update(b=len(value)) or len(value)),
@@ -450,6 +478,33 @@ def test_a_container_that_the_model_fills(is_detached: bool, is_between: bool, t
             assert_identical(recomputed(program, tmp_path), expected)
     else:
         assert_identical(recomputed(program, tmp_path), expected)
+
+
+class Counts(Block):
+    """Edits a buffer in place."""
+
+    def prepare(self) -> None:
+        self.register_buffer("calls", torch.zeros(1))
+
+    def factor(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        return 1.0
+
+    def state(self) -> Any:
+        return self.calls
+
+
+def test_a_buffer_that_gets_other_memory_before_backward_is_refused(tmp_path: Path) -> None:
+    def program(session: Session) -> Any:
+        net = Net([Counts, Counts])
+        session.register(net)
+        with session.saved():
+            loss = net(floats(0, 6, WIDTH))
+        net.blocks[0].calls.data = torch.zeros(1)
+        loss.backward()
+
+    got = recomputed(program, tmp_path)
+    assert (got.type, "Counts.calls was given other data" in got.text) == (RecomputeError.__name__, True)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
