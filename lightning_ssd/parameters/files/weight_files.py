@@ -22,7 +22,7 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import VECTOR_BYTES
-from lightning_ssd.parameters.files.mapped_storage import FiledStorage, write_refusal
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, write_refusal
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 
@@ -88,7 +88,7 @@ class WeightFiles:
                     error.errno, f"weights need {need:,} bytes in {arena.directory}: {error}"
                 ) from error
 
-    def write(self, storage: torch.UntypedStorage, *, changes: bool) -> FiledStorage:
+    def write(self, storage: torch.UntypedStorage, *, changes: bool) -> MappedStorage:
         """Write the bytes of a storage on a CPU to a file; return memory that shows them."""
         nbytes, start = storage.nbytes(), storage.data_ptr() % VECTOR_BYTES
         if start:
@@ -104,9 +104,9 @@ class WeightFiles:
         except BaseException:
             arena.free(extent)
             raise
-        return FiledStorage(view, arena, extent, nbytes)
+        return MappedStorage(view, arena, extent, nbytes)
 
-    def _write_unaligned(self, storage: torch.UntypedStorage, start: int, *, changes: bool) -> FiledStorage:
+    def _write_unaligned(self, storage: torch.UntypedStorage, start: int, *, changes: bool) -> MappedStorage:
         """Through the page cache, since it does not begin with a block: what it is shown by is aligned as it is."""
         mapped = self.map_new(storage.nbytes(), start, changes=changes)
         try:
@@ -128,7 +128,7 @@ class WeightFiles:
             ctypes.memmove(block.data_ptr(), tail.address, tail.nbytes)
             self._backend.write(arena, Region(block.data_ptr(), block.nbytes), offset)
 
-    def map_new(self, nbytes: int, start: int = 0, *, changes: bool = True) -> FiledStorage:
+    def map_new(self, nbytes: int, start: int = 0, *, changes: bool = True) -> MappedStorage:
         """Memory that shows a part of a file with arbitrary bytes.
 
         Args:
@@ -138,7 +138,7 @@ class WeightFiles:
         """
         arena, extent = self._allocate(self._changing if changes else self._still, start + nbytes)
         try:
-            return FiledStorage(_shown(arena, extent), arena, extent, nbytes, start=start)
+            return MappedStorage(_shown(arena, extent), arena, extent, nbytes, start=start)
         except BaseException:
             arena.free(extent)
             raise
@@ -148,7 +148,7 @@ class WeightFiles:
         files.next += 1
         return arena, arena.allocate(self._padded(nbytes))
 
-    def is_still(self, storage: FiledStorage) -> bool:
+    def is_still(self, storage: MappedStorage) -> bool:
         return storage.arena in self._still.arenas
 
     @property
