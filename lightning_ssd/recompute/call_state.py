@@ -197,7 +197,7 @@ class _Container(NamedTuple):
     label: str
     container: Any
     items: list[Any]
-    """What was in it. Held: a number such as ``id`` goes to the next object once its own one is gone."""
+    """Its items of before. Held, because a new object may get the ``id`` of an old one that is no longer held."""
 
 
 class _Buffer(NamedTuple):

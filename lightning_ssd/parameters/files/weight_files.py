@@ -51,8 +51,6 @@ class WeightFiles:
         with ExitStack() as opened:
             self._still, self._changing = (_Files(self._open(opened, directories), first) for _ in range(2))
             opened.pop_all()
-        self.has_lost = False
-        """Whether a drive could not write what was changed. The system tells once: it must not be overlooked."""
         self._check: Task[None] | None = None
 
     def _open(self, opened: ExitStack, directories: Sequence[Path]) -> list[Arena]:
@@ -164,7 +162,7 @@ class WeightFiles:
         for arena in self._arenas:
             with arena.use() as fd:
                 if (refusal := write_refusal(fd)) is not None:
-                    raise self._lost(arena, refusal) from refusal
+                    raise _lost(arena, refusal) from refusal
 
     def look_for_losses(self) -> None:
         """Begin to see, in a thread, whether the system could write what it has written; tell what the last look found.
@@ -191,12 +189,7 @@ class WeightFiles:
                 try:
                     os.fdatasync(fd)
                 except OSError as error:
-                    raise self._lost(arena, error) from error
-
-    def _lost(self, arena: Arena, error: OSError) -> StorageError:
-        self.has_lost = True
-        what = f"weights or gradients that were changed could not be written to {arena.path}; go on from a checkpoint"
-        return as_storage_error(error, what)
+                    raise _lost(arena, error) from error
 
     def written_bytes(self) -> list[int]:
         """Return the bytes that were written in each directory, without those that programs have written in place."""
@@ -226,3 +219,8 @@ def _shown(arena: Arena, extent: Extent) -> FileView:
     view = FileView(extent.nbytes, offset=extent.offset)
     arena.show(view, 0, extent.offset, extent.nbytes, shared=True)
     return view
+
+
+def _lost(arena: Arena, error: OSError) -> StorageError:
+    what = f"weights or gradients that were changed could not be written to {arena.path}; go on from a checkpoint"
+    return as_storage_error(error, what)
