@@ -94,7 +94,7 @@ class CallState:
     def _enter_container(self, label: str, value: Any, items: list[Any]) -> None:
         if any(map(_has_graph, items)):  # our nodes would hold it, and so the graphs of all calls before
             self.opaque = f"{label} holds tensors that an earlier call has computed; leave them there detached"
-        self._containers.append(_Container(label, value, items))
+        self._containers.append(_Container(label, value, [*map(id, items)]))
 
     def _enter_buffers(self, part: nn.Module) -> None:
         for name, buffer in part._buffers.items():
@@ -133,10 +133,7 @@ class CallState:
 
     def edited_container(self) -> str | None:
         """Return the name of a list, dict, set or deque with other items than before the call."""
-        for label, container, items in self._containers:
-            if not _are_same(_items(container), items):
-                return label
-        return None
+        return next((seen.label for seen in self._containers if [*map(id, _items(seen.container))] != seen.ids), None)
 
     def release_graphs(self) -> None:
         """After :meth:`settle`: hold tensors detached.
@@ -196,8 +193,8 @@ class _Container(NamedTuple):
 
     label: str
     container: Any
-    items: list[Any]
-    """Its items of before. Held, because a new object may get the ``id`` of an old one that is no longer held."""
+    ids: list[int]
+    """Numbers of what was in it. They hold nothing."""
 
 
 class _Buffer(NamedTuple):
@@ -238,12 +235,9 @@ def restoring(call: Callable[[], _T], undo: Callable[[], object]) -> _T:
 def _restore(contents: _Contents) -> None:
     """Put the same objects into the same places. May be called again, wherever an earlier call has got to."""
     for place, items in contents:
-        if not _are_same(_items(place), items):
+        now = _items(place)
+        if len(now) != len(items) or not all(map(operator.is_, now, items)):
             _put(place, items)
-
-
-def _are_same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _items(place: Any) -> list[Any]:

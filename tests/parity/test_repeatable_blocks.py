@@ -387,10 +387,6 @@ EDITED: dict[str, Case] = {
     "list": (lambda: [1], lambda value: value.append(2) or len(value)),
     "list of a class of its own": (lambda: Reversed([1]), lambda value: value.append(2) or len(value)),
     "item of a list": (lambda: [1.0], lambda value: value.__setitem__(0, value[0] + 1) or value[0]),
-    "item of a list, at the address of the one before": (
-        lambda: [float("1000")],
-        lambda value: [value.__setitem__(0, value[0] + 1) for _ in range(2)] and value[0] / 1000,
-    ),
     "deque": (lambda: deque([1], maxlen=3), lambda value: value.append(len(value)) or len(value)),
     "set": (lambda: {0}, lambda value: value.add(len(value)) or len(value)),
     "dict": (lambda: {"a": 1}, lambda value: value.update(b=len(value)) or len(value)),
