@@ -380,7 +380,7 @@ def _constraints(policy: OffloadPolicy, wear_bytes_per_day: int | None) -> Memor
         wear_bytes_per_day=wear_bytes_per_day,
         recompute=policy.recomputable_classes is not None,
         have_states_stay=policy.optimizer_states == "keep",
-        make_weights_room=policy.parameters == "auto",
+        weights_may_leave=policy.parameters == "auto",
     )
 
 

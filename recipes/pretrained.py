@@ -28,8 +28,8 @@ class PretrainedModel(LanguageModel):
     """A pretrained causal language model (GPT-2, Llama), with adapters that are trained, or trained as a whole.
 
     Its weights are memory that shows the files, until they are converted to another type, trained or moved to a device:
-    so `transformers` loads them. Where the strategy lets frozen ones wait on a drive, they wait in these files, which
-    must not be changed meanwhile; converted ones go to the drive one by one. The model is never whole in memory.
+    so `transformers` loads them. What the strategy lets wait on a drive is written there one by one, from the files or
+    as it is converted. The model is never whole in memory.
 
     Args:
         path: folder with ``config.json`` and ``*.safetensors``.

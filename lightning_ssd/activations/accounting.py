@@ -50,7 +50,6 @@ class MemoryAccounting:
         self.has_no_memory = False  # a worker has found none for what is brought up ahead
         self.saved_bytes = 0
         self.most_saved_bytes = 0  # of these, in the whole run: peaks that begin anew leave it
-        self.num_live = 0
         self.writes: set[SavedStorage] = set()  # queued or under way
         self.window_peak_bytes = 0  # of resident bytes, since it was set back
         self._peaks: deque[int] = deque(maxlen=_MAX_PEAKS)  # of the latest passes
@@ -101,7 +100,6 @@ class MemoryAccounting:
     def recount(self) -> None:
         """Add up again what is there: an interrupt may have come between a change and its count."""
         live = [death.record for death in self.watched.values()]
-        self.num_live = len(live)
         self.saved_bytes = sum(record.nbytes for record in live)
         self.ahead_bytes = sum(record.nbytes for record in live if record.ahead)
         self.counters.resident_bytes = sum(record.nbytes for record in live if record.is_resident)
@@ -113,7 +111,6 @@ class MemoryAccounting:
         counters.num_saved += 1
         counters.bytes_saved += nbytes
         counters.bytes_kept += nbytes if record.stays else 0
-        self.num_live += 1
         self.saved_bytes = saved_bytes = self.saved_bytes + nbytes
         if saved_bytes > counters.saved_peak_bytes:
             counters.saved_peak_bytes = saved_bytes
@@ -206,7 +203,6 @@ class MemoryAccounting:
                 if self.by_storage.get(record.cdata) is record:
                     self.by_storage.pop(record.cdata, None)
                 if watched.pop(key, None) is not None:
-                    self.num_live -= 1
                     self.saved_bytes -= record.nbytes
                     self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
             elif id(note.lease) not in watched:

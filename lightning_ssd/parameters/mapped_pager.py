@@ -6,13 +6,13 @@ from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.files.cache_reader import CacheReader, Read
-from lightning_ssd.parameters.files.mapped_storage import FiledStorage, unreadable
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, unreadable
 from lightning_ssd.parameters.pager import Pager, Unit, Weight
 
 __all__ = ["MappedPager", "bring_in"]
 
 
-class MappedPager(Pager[FiledStorage]):
+class MappedPager(Pager[MappedStorage]):
     """On a CPU, where weights are parts of files: pages come and go, and a touch of one finds its bytes."""
 
     def __init__(self, room: HostRoom | None = None) -> None:
@@ -21,7 +21,7 @@ class MappedPager(Pager[FiledStorage]):
         self._room = room
         self._has_room = False
 
-    def _request_ahead(self, unit: Unit[FiledStorage]) -> None:
+    def _request_ahead(self, unit: Unit[MappedStorage]) -> None:
         """Bring what is frozen to the page cache, and to the memory of this process when its use begins, unless there
         is room for it: to be mapped by the reader it takes waking that, on cores that the model keeps busy. Where
         anything is trained, gradients that wait to be written would drive out of the page cache what is not mapped.
@@ -30,10 +30,10 @@ class MappedPager(Pager[FiledStorage]):
         if self._comes_ahead(unit):
             super()._request_ahead(unit)
 
-    def _comes_ahead(self, unit: Unit[FiledStorage]) -> bool:
+    def _comes_ahead(self, unit: Unit[MappedStorage]) -> bool:
         return self._has_room or not all(weight.is_frozen for weight in list(unit.weights))
 
-    def _look_ahead(self, ahead: Unit[FiledStorage] | None, further: Unit[FiledStorage] | None) -> None:
+    def _look_ahead(self, ahead: Unit[MappedStorage] | None, further: Unit[MappedStorage] | None) -> None:
         """Two readers keep the drive busy. So many trained weights in the page cache would drive out what is used and
         written sooner.
         """
@@ -47,7 +47,7 @@ class MappedPager(Pager[FiledStorage]):
         super()._look_ahead(ahead, further)
         self._further.ask(() if further is None or further is ahead else _frozen(further))
 
-    def _is_late(self, unit: Unit[FiledStorage], expected: Unit[FiledStorage] | None) -> bool:
+    def _is_late(self, unit: Unit[MappedStorage], expected: Unit[MappedStorage] | None) -> bool:
         return unit is not expected and super()._is_late(unit, expected)
 
     def close(self) -> None:
@@ -55,14 +55,14 @@ class MappedPager(Pager[FiledStorage]):
         self._next.close()
         self._further.close()
 
-    def _read(self, unit: Unit[FiledStorage], latch: Latch) -> None:
+    def _read(self, unit: Unit[MappedStorage], latch: Latch) -> None:
         """Read a unit. It leaves again if it is no longer expected when it has come."""
         super()._read(unit, latch)
         with self._lock:
             if unit is not self._ahead and unit is not self._in_backward:
                 self._send_out(unit)
 
-    def _send_out(self, unit: Unit[FiledStorage], *, strays: bool = False) -> None:
+    def _send_out(self, unit: Unit[MappedStorage], *, strays: bool = False) -> None:
         if not self._is_idle(unit) or (unit.resident_bytes is None and not strays):
             return
         for weight in list(unit.weights):
@@ -70,7 +70,7 @@ class MappedPager(Pager[FiledStorage]):
         self.resident_bytes -= unit.resident_bytes or 0
         unit.resident_bytes = unit.coming = None
 
-    def _bring_in(self, unit: Unit[FiledStorage]) -> None:
+    def _bring_in(self, unit: Unit[MappedStorage]) -> None:
         """Where memory may be short, trained weights come to stay: else gradients that wait to be written drive them
         out before they are used.
         """
@@ -78,7 +78,7 @@ class MappedPager(Pager[FiledStorage]):
             bring_in(weight, to_stay=not (self._has_room or weight.is_frozen))
 
 
-def bring_in(weight: Weight[FiledStorage], *, to_stay: bool = False) -> None:
+def bring_in(weight: Weight[MappedStorage], *, to_stay: bool = False) -> None:
     """Block until a weight is in memory."""
     try:
         if to_stay:
@@ -91,7 +91,7 @@ def bring_in(weight: Weight[FiledStorage], *, to_stay: bool = False) -> None:
         raise unreadable(weight.names, weight.memory.nbytes, refusal) from refusal
 
 
-def _frozen(unit: Unit[FiledStorage]) -> list[Read]:
+def _frozen(unit: Unit[MappedStorage]) -> list[Read]:
     """Return what reads the frozen weights of a unit that is neither in memory nor on its way there."""
     is_away = unit.resident_bytes is None and unit.coming is None
     return [weight.memory.read for weight in unit.weights if is_away and weight.is_frozen]

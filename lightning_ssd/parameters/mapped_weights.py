@@ -25,7 +25,7 @@ from lightning_ssd.memory.file_mapping import FileView, drop_pages
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.mmap import PAGE_BYTES, VECTOR_BYTES
-from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager, bring_in
 from lightning_ssd.parameters.paged_weights import PagedWeights
@@ -39,7 +39,7 @@ _TRIM_BYTES = 64 << 20
 """After so many bytes malloc is told to give back what the weights had: it would keep it for tensors to come."""
 
 
-class MappedWeights(PagedWeights[FiledStorage]):
+class MappedWeights(PagedWeights[MappedStorage]):
     """On a CPU.
 
     Note [exactness]: a weight is taken over only if its parameters alone hold its memory; then the parameters are given
@@ -53,7 +53,7 @@ class MappedWeights(PagedWeights[FiledStorage]):
         self._files = files
         self._taken_bytes = 0
 
-    def _must_move(self, weight: Weight[FiledStorage], weights: SharedWeights, *, beside_frozen: bool) -> bool:
+    def _must_move(self, weight: Weight[MappedStorage], weights: SharedWeights, *, beside_frozen: bool) -> bool:
         """Whether it is trained, and so has no place among what is frozen."""
         return not weights.is_frozen and beside_frozen and self._files.is_still(weight.memory)
 
@@ -91,7 +91,7 @@ class MappedWeights(PagedWeights[FiledStorage]):
         if trained:
             self._take_over([], [], trained)
 
-    def _put_away(self, weight: Weight[FiledStorage]) -> None:
+    def _put_away(self, weight: Weight[MappedStorage]) -> None:
         weight.memory.send_out()
 
     def _movable(self, weights: SharedWeights, place: Place) -> MovableWeights:

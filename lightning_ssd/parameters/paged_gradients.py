@@ -26,7 +26,7 @@ from lightning_ssd.common.tensors import Region, TensorSpec, holders
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.memory.mmap import VECTOR_BYTES
-from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.parameter_hooks import ParameterHooks
 from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, owned_together, parameters_of
@@ -67,8 +67,8 @@ class PagedGradients:
         self._reductions: list[Reduction] = []
         self._staying: set[int] = set()
         """The sharded parameters whose gradients are to stay, by number."""
-        self._memory: dict[int, FiledStorage] = {}
-        self._retired: list[FiledStorage] = []
+        self._memory: dict[int, MappedStorage] = {}
+        self._retired: list[MappedStorage] = []
         """Memory that the program still had when its parameter needed some."""
         self._has_warned = self._is_closed = False
         self._pid = os.getpid()

@@ -157,8 +157,9 @@ class Residents:
             sum(unit.weight_bytes for unit, stay in zip(units, stays, strict=True) if stay is kind)
             for kind in (False, True)
         )
-        self.decisions[id(module)] = weakref.ref(module), _Decision(waiting, kept)
-        return _Decision(waiting, kept)
+        decision = _Decision(waiting, kept)
+        self.decisions[id(module)] = weakref.ref(module), decision
+        return decision
 
     def as_before(self, module: nn.Module, movable: Sequence[MovableWeights]) -> frozenset[str]:
         """Decide on a module as before, because weights that have stayed must not leave."""

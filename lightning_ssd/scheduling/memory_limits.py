@@ -40,7 +40,7 @@ class MemoryConstraints:
     """Whether blocks may be recomputed."""
     have_states_stay: bool = False
     """Whether optimizer states are in memory, too."""
-    make_weights_room: bool = False
+    weights_may_leave: bool = False
     """Whether weights leave for an ``activation_budget`` when the model is registered."""
 
     @property
@@ -255,7 +255,7 @@ class Limits:
         if self._is_memory_in_the_way(others):
             if self._constraints.have_states_stay:
                 others_leave = ', or set optimizer_states="offload"'
-            if self._constraints.make_weights_room:
+            if self._constraints.weights_may_leave:
                 room = as_setting(smallest_bytes)
                 others_leave += f", or set activation_budget={room}, for which weights leave when a model is registered"
         return BudgetError(

@@ -335,7 +335,9 @@ def show(table: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.benchmarks.drives", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--dir", type=Path, required=True, help="on a disk faster than all drives together")
     parser.add_argument("--rate", type=float, default=100.0, help="of a fast drive, MB/s (default 100)")
     parser.add_argument("--rounds", type=int, default=3, help="default 3")

@@ -74,7 +74,7 @@ def verdict(kind: type[Optimizer], directory: Path, *, has_closure: bool) -> str
 
 def main() -> None:
     """Try all classes and print a table."""
-    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments = argparse.ArgumentParser(prog="python -m recipes.compat.third_party_optimizers", description=__doc__)
     arguments.add_argument("--path", type=Path, required=True, help="where the package is installed")
     arguments.add_argument("--package", default="pytorch_optimizer")
     arguments.add_argument("--closure", action="store_true", help="step with a closure, as Lightning does")

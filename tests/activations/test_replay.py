@@ -380,7 +380,7 @@ def test_counts_are_right_within_a_pass(tmp_path: Path) -> None:
         assert offloader.stats.resident_peak_bytes == offloader.stats.saved_peak_bytes == 4 * NBYTES
         held.clear()
         assert offloader.stats.resident_bytes == 0
-        assert offloader._cache.accounting.num_live == 0
+        assert not offloader._cache.accounting.watched
 
 
 def test_one_pass_in_several_threads_counts_each_storage_once(tmp_path: Path) -> None:

@@ -278,27 +278,17 @@ def test_a_death_runs_no_python_and_is_noted_all_the_same() -> None:
     with record.accounting.lock:
         record.accounting.settle()
     assert record.state is State.FREED
-    assert (tier.freed, record.accounting.num_live, record.accounting.saved_bytes) == (1, 0, 0)
+    assert (tier.freed, record.accounting.saved_bytes) == (1, 0)
     assert not record.accounting.watched
 
 
 def test_counts_are_right_again_after_an_interrupt() -> None:
     record = record_of(torch.arange(16.0))
     accounting = record.accounting
-    accounting.counters.resident_bytes, accounting.saved_bytes, accounting.num_live, accounting.ahead_bytes = (
-        7,
-        8,
-        9,
-        10,
-    )
+    accounting.counters.resident_bytes, accounting.saved_bytes, accounting.ahead_bytes = 7, 8, 9
     with accounting.lock:
         accounting.recount()
-    assert (
-        accounting.counters.resident_bytes,
-        accounting.saved_bytes,
-        accounting.num_live,
-        accounting.ahead_bytes,
-    ) == (64, 64, 1, 0)
+    assert (accounting.counters.resident_bytes, accounting.saved_bytes, accounting.ahead_bytes) == (64, 64, 0)
 
 
 # -- a device that fails before a write begins -------------------------------------------------------------------------

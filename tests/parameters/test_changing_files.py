@@ -16,7 +16,7 @@ from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.files import mapped_storage
-from lightning_ssd.parameters.files.mapped_storage import FiledStorage, is_mapped
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
 from lightning_ssd.parameters.files.update_pages import UpdatePages
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.paged_gradients import PagedGradients
@@ -165,7 +165,7 @@ def test_a_write_that_ends_in_the_middle_leaves_the_gradient_in_memory(ending, f
 # -- what it costs where none waits ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sends_out", [FiledStorage.send_out, lambda mapped: mapped.send_out_part(0, mapped.nbytes)])
+@pytest.mark.parametrize("sends_out", [MappedStorage.send_out, lambda mapped: mapped.send_out_part(0, mapped.nbytes)])
 def test_what_is_written_after_closing_is_not_sent_out_by_another_thread(sends_out, files, monkeypatch):
     """One thread ends a backward, and another one closes meanwhile."""
     mapped = files.write(torch.zeros(SIDE).untyped_storage(), changes=True)
@@ -266,7 +266,7 @@ def test_what_was_updated_is_written_at_once_where_memory_is_short(parameters, f
     room = Room(is_enough=is_enough)
     pages = UpdatePages(files, room)
     piece = Piece(parameters[1], NUMEL // 4, NUMEL // 2)
-    memory = mapped_storage.filed_storage(parameters[1])
+    memory = mapped_storage.mapped_storage_of(parameters[1])
     assert memory._extent.offset > 0
     with pages.updating([piece], []):
         assert not begun

@@ -1,4 +1,4 @@
-"""What only a device has where weights leave it between steps: graphs that know addresses, streams, and its gauge."""
+"""What only a device has where weights leave it: graphs that know addresses, streams, and its gauge."""
 
 import logging
 from types import SimpleNamespace

@@ -115,7 +115,7 @@ def test_an_impossible_memory_budget_names_what_else_is_in_memory():
 )
 def test_what_could_leave_is_named_where_it_is_in_the_way(budget, stays, is_advised):
     limit = NBYTES // 2 + (7 * NBYTES if budget == "memory_budget" else 0)
-    options = {budget: limit, "have_states_stay": stays, "make_weights_room": stays}
+    options = {budget: limit, "have_states_stay": stays, "weights_may_leave": stays}
     error = str(refusal(make_trace(other=7 * NBYTES), **options))
     smallest = as_setting(smallest_budget(make_trace(), FAST, PlanObjective()))
     weights = f"or set activation_budget={smallest}, for which weights leave when a model is registered"

@@ -22,14 +22,14 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES, libc
 from lightning_ssd.storage.spill_file import Arena, Extent
 
-__all__ = ["FiledStorage", "filed_storage", "is_mapped", "unreadable", "write_refusal"]
+__all__ = ["MappedStorage", "is_mapped", "mapped_storage_of", "unreadable", "write_refusal"]
 
 _WAIT_BEFORE, _WRITE = 1, 2  # SYNC_FILE_RANGE_WAIT_BEFORE and SYNC_FILE_RANGE_WRITE
 _sync_file_range: Callable[..., int] | None = getattr(libc, "sync_file_range", None)
 
-_mapped: dict[int, tuple[StorageKey, weakref.ref[FiledStorage]]] = {}
+_mapped: dict[int, tuple[StorageKey, weakref.ref[MappedStorage]]] = {}
 """All that there are in this process, open or not, by the address of their storages."""
-_never_private: list[FiledStorage] = []
+_never_private: list[MappedStorage] = []
 
 
 def is_mapped(storage: torch.UntypedStorage) -> bool:
@@ -48,7 +48,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class FiledStorage:
+class MappedStorage:
     """One storage whose memory shows a part of a file of ours, so that its pages may leave and come back at any moment.
 
     A touch finds the bytes. The mapping is shared with the file: what is written to the memory goes there, also through
@@ -228,7 +228,7 @@ def _write_all(fd: int, region: Region, offset: int) -> None:
         left, offset = left[count:], offset + count
 
 
-def filed_storage(tensor: torch.Tensor) -> FiledStorage | None:
+def mapped_storage_of(tensor: torch.Tensor) -> MappedStorage | None:
     """Return what shows the memory of a tensor in a file of ours; ``None``: it lies elsewhere."""
     if tensor.layout is not torch.strided:
         return None

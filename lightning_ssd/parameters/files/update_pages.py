@@ -15,7 +15,7 @@ from lightning_ssd.common.tensors import Piece
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.files.cache_reader import CacheReader
-from lightning_ssd.parameters.files.mapped_storage import FiledStorage, filed_storage, unreadable
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, mapped_storage_of, unreadable
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 
 __all__ = ["UpdatePages"]
@@ -24,7 +24,7 @@ __all__ = ["UpdatePages"]
 class _Run(NamedTuple):
     """Bytes of one storage that an update uses."""
 
-    memory: FiledStorage
+    memory: MappedStorage
     start: int
     nbytes: int
     changes: bool
@@ -106,7 +106,7 @@ def _runs_of(pieces: Iterable[Piece]) -> Iterator[_Run]:
 
 def _runs_in(tensor: torch.Tensor, piece: Piece, *, changes: bool) -> Iterator[_Run]:
     local = local_of(tensor)
-    memory = filed_storage(local)
+    memory = mapped_storage_of(local)
     if memory is not None and not local.is_contiguous():
         yield _Run(memory, 0, memory.nbytes, changes)
     elif memory is not None:

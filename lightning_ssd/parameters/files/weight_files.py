@@ -22,7 +22,7 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import VECTOR_BYTES
-from lightning_ssd.parameters.files.mapped_storage import FiledStorage, write_refusal
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, write_refusal
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent
 
@@ -51,8 +51,6 @@ class WeightFiles:
         with ExitStack() as opened:
             self._still, self._changing = (_Files(self._open(opened, directories), first) for _ in range(2))
             opened.pop_all()
-        self.has_lost = False
-        """Whether a drive could not write what was changed. The system tells once: it must not be overlooked."""
         self._check: Task[None] | None = None
 
     def _open(self, opened: ExitStack, directories: Sequence[Path]) -> list[Arena]:
@@ -88,7 +86,7 @@ class WeightFiles:
                     error.errno, f"weights need {need:,} bytes in {arena.directory}: {error}"
                 ) from error
 
-    def write(self, storage: torch.UntypedStorage, *, changes: bool) -> FiledStorage:
+    def write(self, storage: torch.UntypedStorage, *, changes: bool) -> MappedStorage:
         """Write the bytes of a storage on a CPU to a file; return memory that shows them."""
         nbytes, start = storage.nbytes(), storage.data_ptr() % VECTOR_BYTES
         if start:
@@ -104,9 +102,9 @@ class WeightFiles:
         except BaseException:
             arena.free(extent)
             raise
-        return FiledStorage(view, arena, extent, nbytes)
+        return MappedStorage(view, arena, extent, nbytes)
 
-    def _write_unaligned(self, storage: torch.UntypedStorage, start: int, *, changes: bool) -> FiledStorage:
+    def _write_unaligned(self, storage: torch.UntypedStorage, start: int, *, changes: bool) -> MappedStorage:
         """Through the page cache, since it does not begin with a block: what it is shown by is aligned as it is."""
         mapped = self.map_new(storage.nbytes(), start, changes=changes)
         try:
@@ -128,7 +126,7 @@ class WeightFiles:
             ctypes.memmove(block.data_ptr(), tail.address, tail.nbytes)
             self._backend.write(arena, Region(block.data_ptr(), block.nbytes), offset)
 
-    def map_new(self, nbytes: int, start: int = 0, *, changes: bool = True) -> FiledStorage:
+    def map_new(self, nbytes: int, start: int = 0, *, changes: bool = True) -> MappedStorage:
         """Memory that shows a part of a file with arbitrary bytes.
 
         Args:
@@ -138,7 +136,7 @@ class WeightFiles:
         """
         arena, extent = self._allocate(self._changing if changes else self._still, start + nbytes)
         try:
-            return FiledStorage(_shown(arena, extent), arena, extent, nbytes, start=start)
+            return MappedStorage(_shown(arena, extent), arena, extent, nbytes, start=start)
         except BaseException:
             arena.free(extent)
             raise
@@ -148,7 +146,7 @@ class WeightFiles:
         files.next += 1
         return arena, arena.allocate(self._padded(nbytes))
 
-    def is_still(self, storage: FiledStorage) -> bool:
+    def is_still(self, storage: MappedStorage) -> bool:
         return storage.arena in self._still.arenas
 
     @property
@@ -164,7 +162,7 @@ class WeightFiles:
         for arena in self._arenas:
             with arena.use() as fd:
                 if (refusal := write_refusal(fd)) is not None:
-                    raise self._lost(arena, refusal) from refusal
+                    raise _lost(arena, refusal) from refusal
 
     def look_for_losses(self) -> None:
         """Begin to see, in a thread, whether the system could write what it has written; tell what the last look found.
@@ -191,12 +189,7 @@ class WeightFiles:
                 try:
                     os.fdatasync(fd)
                 except OSError as error:
-                    raise self._lost(arena, error) from error
-
-    def _lost(self, arena: Arena, error: OSError) -> StorageError:
-        self.has_lost = True
-        what = f"weights or gradients that were changed could not be written to {arena.path}; go on from a checkpoint"
-        return as_storage_error(error, what)
+                    raise _lost(arena, error) from error
 
     def written_bytes(self) -> list[int]:
         """Return the bytes that were written in each directory, without those that programs have written in place."""
@@ -226,3 +219,8 @@ def _shown(arena: Arena, extent: Extent) -> FileView:
     view = FileView(extent.nbytes, offset=extent.offset)
     arena.show(view, 0, extent.offset, extent.nbytes, shared=True)
     return view
+
+
+def _lost(arena: Arena, error: OSError) -> StorageError:
+    what = f"weights or gradients that were changed could not be written to {arena.path}; go on from a checkpoint"
+    return as_storage_error(error, what)
