@@ -15,7 +15,7 @@ C_CALLBACKS = {
     "accounting.notes.append",
     "self._returned.append",
     "self._dead.append",
-    "_dead.append",
+    "_note_dead",
     "_start",
 }
 """Bound methods of deques, and an ``operator.methodcaller``."""

@@ -86,12 +86,3 @@ def test_the_cache_names_a_storage_by_its_address():
     assert any(sent.cdata == storage._cdata for sent in reductions.shared_cache.values())
     assert is_in_other_processes(storage)
     assert not is_in_other_processes(torch.zeros(8).untyped_storage())
-
-
-def test_what_was_sent_and_is_gone_is_forgotten():
-    sends, alive = noting_sent(lambda storage: None), Storage()
-    sends(alive)
-    for _ in range(20):
-        sends(Storage())
-    assert len(sent_storages._sent) <= 5
-    assert is_sent(alive)

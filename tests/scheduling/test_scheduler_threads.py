@@ -12,6 +12,7 @@ from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall
 from lightning_ssd.planning.trace import Trace, TracedStorage
 from lightning_ssd.scheduling import plan_maker
+from lightning_ssd.scheduling.pass_kind import PassKind
 from lightning_ssd.scheduling.scheduler import Scheduler
 from tests.support.fake_passes import FAST, NBYTES, machine_of, make_trace, opened, planned, run_pass
 from tests.support.interrupted_points import PointsIn
@@ -25,7 +26,7 @@ def test_a_plan_is_put_in_force_while_another_thread_goes_through_them(asked):
     num_asked = 0
 
     class Looked:
-        sizes, moves, peak_bytes = (1,), False, 0
+        sizes, peak_bytes = (1,), 0
 
         @property
         def plan(self):
@@ -34,6 +35,10 @@ def test_a_plan_is_put_in_force_while_another_thread_goes_through_them(asked):
             for number in range(20):
                 kind.plans[num_asked, number] = Looked()
             return self
+
+        @property
+        def moves(self):
+            return self.plan is None
 
         @property
         def prediction(self):
@@ -120,6 +125,7 @@ def test_a_pass_that_a_signal_handler_begins_in_the_midst_of_learning(monkeypatc
     monkeypatch.setattr(Scheduler, "border", interrupted_border)
     monkeypatch.setattr(Scheduler, "_poll", count)
     with opened() as made:
+        made._planned.append(PassKind())  # else there is nothing to put in force
         made.learn(deque())
         assert not polls
         made.cursor("a", level_bytes=0, available_bytes=None)
