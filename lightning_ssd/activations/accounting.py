@@ -58,7 +58,7 @@ class MemoryAccounting:
         self._worst = SavedBytes()  # since it was taken
         self.recorder: StepRecorder | None = None  # of the step under way; none: no one is recorded
         self.leaving: deque[SavedStorage] = deque()
-        """Those whose memory we have let go. It counts until the program holds it no more, either."""
+        """Records that have let go of their memory. It counts until the program holds it no more, either."""
         self.watched: dict[int, Death] = {}
         self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
         """The last record of each storage, by its ``cdata``. Hooks add to it without the lock."""

@@ -102,7 +102,7 @@ class WriteRequest(NamedTuple):
 
 
 class ReadOwner(Protocol):
-    """Who wants bytes back. Called from a worker, for owners of one job together."""
+    """Receives bytes that come back. A worker calls it, for owners of one job together."""
 
     @staticmethod
     def all_read(ends: Sequence[ReadEnd]) -> None:
