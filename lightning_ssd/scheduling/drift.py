@@ -18,6 +18,8 @@ _MAX_PAUSE = 64
 _MIN_GAIN = 0.02
 _MIN_RELIEF = 0.05
 _MIN_SPARED = 0.2
+_MIN_EXCESS = 0.01
+"""Part of the step that an old plan must exceed its promise by: costs that are measured scatter by more."""
 _LITTLE = 0.5
 """Share of the promised overhead: a plan that takes less may move more."""
 
@@ -118,7 +120,7 @@ def is_worth_switching(old: Prediction, new: Prediction, *, limit_bytes: int | N
     if limit_bytes is not None and old.peak_bytes > limit_bytes:
         return True
     if max_step_s is not None:
-        if old.step_s > max_step_s:
+        if old.step_s > (1 + _MIN_EXCESS) * max_step_s:
             return True
         better = new.peak_bytes < (1 - _MIN_RELIEF) * old.peak_bytes
     else:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import resource
-import statistics
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -108,7 +107,10 @@ def page_faults() -> int:
 
 
 class OverheadModel:
-    """Costs of passes of one kind: medians of the latest ones, because a machine that others use hiccups upwards only.
+    """Costs of passes of one kind: lower quartiles of the latest ones.
+
+    What disturbs a machine makes costs larger, never smaller, and much of it does not grow with what moves. Medians
+    make a smaller plan look dearer per byte, which asks for a still smaller one, until nothing moves.
 
     Attributes:
         excess: stalls beyond those predicted, as a part of the pass; never negative. Plans promise less by so much,
@@ -128,11 +130,11 @@ class OverheadModel:
         Args:
             guess: of the CPU's part, until it has been measured.
         """
-        return _median(self._hooks, self._hook_guess) + _median(self._cpu, guess)
+        return _undisturbed(self._hooks, self._hook_guess) + _undisturbed(self._cpu, guess)
 
     def forget(self) -> None:
         """Trust less what was learnt, because the machine may have been busy."""
-        self._hook_guess, self.excess = _median(self._hooks, self._hook_guess) / 4, 0.0
+        self._hook_guess, self.excess = _undisturbed(self._hooks, self._hook_guess) / 4, 0.0
         self._hooks.clear()
         self._cpu.clear()
 
@@ -165,5 +167,5 @@ class OverheadModel:
         self.excess = max(self.excess + (_RISE if excess > self.excess else _FALL) * (excess - self.excess), 0.0)
 
 
-def _median(costs: Collection[float], guess: float) -> float:
-    return statistics.median(costs) if costs else guess
+def _undisturbed(costs: Collection[float], guess: float) -> float:
+    return sorted(costs)[len(costs) // 4] if costs else guess

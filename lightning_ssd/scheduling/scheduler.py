@@ -3,7 +3,7 @@
 A *kind* is all passes of one signature. Its first pass moves whatever is large enough, waits for nothing, and is
 traced. The plan is made in the background and put in force at the end of a later backward. From then on the overhead
 of each pass is accounted by cause (``overhead.py``) and held against what was promised; a kind whose promise breaks is
-traced and planned again with the medians of what was measured. One thread at a time learns and puts plans in
+traced and planned again with lower quartiles of what was measured. One thread at a time learns and puts plans in
 force; others may begin passes meanwhile, and read what stands.
 """
 

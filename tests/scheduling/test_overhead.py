@@ -37,7 +37,7 @@ def test_page_faults_are_charged_where_plain_training_has_few():
     assert replace(costs, has_spare_cores=True).seconds(worker_s=1.0, num_faults=0) == 0.0
 
 
-def test_costs_are_medians_and_excess_is_stalls_that_no_prediction_knows():
+def test_costs_are_lower_quartiles_and_excess_is_stalls_that_no_prediction_knows():
     model = OverheadModel()
     model.moved(Overhead(hook_s=0.02), 100, is_recorded=True)
     assert model.cost_s_per_byte(1e-4) == pytest.approx(3e-4), "a guess of hooks, and one of the rest"
@@ -76,13 +76,17 @@ class World:
     """Per moved storage."""
     noise: float = 0.0
     """Of the whole pass, up or down, which is no overhead."""
+    cpu_s_per_byte: float = 0.0
+    disturbance_s: float = 0.0
+    """At most, in workers, whatever moves: other programs, a hypervisor."""
+    seed: int = 1
 
     def __post_init__(self):
         self.overheads = []
         self.peaks = []
         self.moved = []
         self.predicted = []
-        self._random = random.Random(1)
+        self._random = random.Random(self.seed)
         self.scheduler = Scheduler(MemoryConstraints(max_slowdown=1.05), lambda: self.guessed)
 
     def run(self, passes):
@@ -111,13 +115,14 @@ class World:
         num_moved = sum(placement is not Placement.KEEP for placement in placements)
         hook_s, stall_s = num_moved * self.hook_s, played.stall_s
         moved = played.written_bytes + played.host_bytes
+        cpu_s = self.cpu_s_per_byte * moved + (self._random.uniform(0.0, self.disturbance_s) if moved else 0.0)
         factor = 1 + self._random.uniform(-self.noise, self.noise)
-        step_s = self.trace.end_s * factor + hook_s + stall_s
-        self.overheads.append(Overhead(stall_s=stall_s, hook_s=hook_s).ratio(step_s))
+        step_s = self.trace.end_s * factor + hook_s + stall_s + cpu_s
+        self.overheads.append(Overhead(stall_s=stall_s, hook_s=hook_s, cpu_s=cpu_s).ratio(step_s))
         self.peaks.append(played.peak_bytes)
         self.moved.append(moved)
         self.predicted.append(None if known is None else known.predicted_overhead)
-        recorded = stretched(self.trace, (self.trace.end_s * factor + hook_s) / self.trace.end_s)
+        recorded = stretched(self.trace, (self.trace.end_s * factor + hook_s + cpu_s) / self.trace.end_s)
         self.scheduler.observe(
             FinishedPass(
                 signature="a",
@@ -130,6 +135,7 @@ class World:
                 level_bytes=0,
                 stalls=((0.0, stall_s),),
                 hook_s=hook_s,
+                cpu_s=cpu_s,
                 peak_bytes=played.peak_bytes,
                 written_bytes=played.written_bytes,
                 read_bytes=played.read_bytes,
@@ -215,6 +221,16 @@ def test_what_moves_is_tried_again_after_a_while():
     assert world.moved[60] == 0
     assert world.moved[199] > 0
     assert max(world.overheads[70:]) <= 0.05
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_disturbances_do_not_shrink_plans_until_nothing_moves(seed):
+    """They do not follow the bytes, so that each smaller plan seems dearer per byte than the one before it."""
+    trace = transformer(step_s=1.5, saved_bytes=GB, count=50)
+    machine = Machine(ssd=rates(3.0))
+    world = World(trace, machine, machine, cpu_s_per_byte=0.03 / GB, disturbance_s=0.15, noise=0.1, seed=seed)
+    world.run(60)
+    assert min(world.moved) > 0.4 * GB
 
 
 @pytest.mark.parametrize("too_fast", [1.0, 4.0])
