@@ -18,10 +18,11 @@ from dataclasses import replace
 from lightning_ssd.common.collectives import AllReduceMin
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.interrupts import deferring_interrupts
+from lightning_ssd.planning.lifetimes import Lifetimes
 from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, recomputing_budget, smallest_budget
 from lightning_ssd.planning.recompute_trace import inner_bytes, with_inner
-from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.planning.simulator import predict
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling.agreement import Agreement
 from lightning_ssd.scheduling.drift import Measured, is_worth_switching
@@ -446,9 +447,9 @@ class Scheduler:
     def _better(old: StoredPlan, new: StoredPlan, machine: Machine) -> StoredPlan:
         """Return the new plan, or the old one with its prediction brought up to date."""
         limit = new.goal.budget_bytes
-        prediction = simulate(
-            new.trace, old.plan.placements, machine, limit_bytes=limit, ahead_bytes=old.plan.ahead_bytes
-        ).prediction
+        prediction = predict(
+            Lifetimes(new.trace), old.plan.placements, machine, limit_bytes=limit, ahead_bytes=old.plan.ahead_bytes
+        )
         max_step_s = None if limit is not None else new.goal.max_slowdown * new.plan.keep_step_s
         if is_worth_switching(prediction, new.plan.prediction, limit_bytes=limit, max_step_s=max_step_s):
             return new
