@@ -85,7 +85,7 @@ class Write(Transfer):
         # Guards the numbers and the parts. A leaf lock.
         self._changing = threading.Lock()
 
-    def begin(self) -> Sequence[Chunk] | None:
+    def begin(self) -> Sequence[Chunk]:
         tier, uncut, pieces, sizes = self._tier, self._tier.uncut_bytes, list[tuple[_Outgoing, int]](), list[int]()
         for request, parts in self._requests:
             whole, number = parts[0] if parts else None, 1
@@ -181,7 +181,7 @@ class Write(Transfer):
         """Take room for storages together; where there is none for all of them, for each by itself."""
         try:
             extents = self._tier.allocate_all([one.body_nbytes for one in group]) if group else []
-        except Exception:
+        except OSError:
             for one in group:
                 try:
                     one.whole = self._tier.allocate(len(one.edges.head), one.body_nbytes, {})
@@ -336,7 +336,7 @@ class Read(Transfer):
         if incoming is None or incoming.fault is not None:
             self.wait()
 
-    def begin(self) -> Sequence[Chunk] | None:
+    def begin(self) -> Sequence[Chunk]:
         by_lane, tier, uncut = dict[int, list[_Cut]](), self._tier, self._tier.uncut_bytes
         for incoming in self._incoming:
             stored = incoming.stored

@@ -81,8 +81,8 @@ class Transfer(ABC):
         self._seq = 0
 
     @abstractmethod
-    def begin(self) -> Sequence[Chunk] | None:
-        """Return the chunks to run, or ``None`` when the move is no longer wanted. May raise: the move failed."""
+    def begin(self) -> Sequence[Chunk]:
+        """Return the chunks to run. May raise: the move failed."""
 
     @abstractmethod
     def finish(self, error: BaseException | None) -> None:
@@ -446,11 +446,8 @@ class TransferQueue:
         transfer.start_s = time.perf_counter()
         with span("lightning_ssd::begin"):
             chunks, error = _attempt(transfer.begin)
-        if error is not None:
-            self._end(transfer, error)
-            return
         if chunks is None:
-            self._let_go(transfer)
+            self._end(transfer, error)
             return
         with self._lock:
             transfer._num_unfinished = num_chunks = len(chunks)

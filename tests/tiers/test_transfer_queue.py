@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -23,19 +23,18 @@ from tests.support.threads import at_once
 class Move(Transfer):
     """Runs the given chunks and records what happens to it."""
 
-    def __init__(self, *chunks: Chunk, wanted: bool = True, urgent: bool = False) -> None:
+    def __init__(self, *chunks: Chunk, urgent: bool = False) -> None:
         super().__init__("read", 7, urgent=urgent)
         self._work = chunks
-        self._wanted = wanted
         self.begin_error: Exception | None = None
         self.calls: list[str] = []
         self.result: BaseException | None = None
 
-    def begin(self) -> Sequence[Chunk] | None:
+    def begin(self) -> Sequence[Chunk]:
         self.calls.append("begin")
         if self.begin_error:
             raise self.begin_error
-        return list(self._work) if self._wanted else None
+        return list(self._work)
 
     def finish(self, error: BaseException | None) -> None:
         self.calls.append("finish")
@@ -349,7 +348,7 @@ def test_closing_runs_what_a_move_that_is_just_beginning_brings_for_another_lane
     begun, goes_on = threading.Event(), threading.Event()
 
     class Beginning(Move):
-        def begin(self) -> Sequence[Callable[[], None]] | None:
+        def begin(self) -> Sequence[Chunk]:
             begun.set()
             assert goes_on.wait(PATIENCE_S)
             self.lanes = [0, 1]
