@@ -313,8 +313,10 @@ def _budget_bytes(budget: str, keep_bytes: int) -> int:
 
 def _life(task: _Task, written_bytes: float, step_s: float) -> float | None:
     """Return days until the first drive reaches its rating; ``None``: no drive is rated."""
-    machine = task.described.machine
-    drive = Drive(task.described.hardware.drive_endurance_nbytes, share=1 / machine.num_drives)
+    machine, rating = task.described.machine, task.described.hardware.drive_endurance_nbytes
+    if rating is None:
+        return None
+    drive = Drive(rating, share=1 / machine.num_drives)
     return life_days([drive], int(written_bytes * machine.num_devices), step_s)
 
 
