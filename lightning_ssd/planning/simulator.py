@@ -133,7 +133,7 @@ class _Replay:
         self.state = [_ABSENT] * len(lives.sizes)
         self.released = list(lives.is_released)
         self.read_end = [0.0] * len(lives.sizes)
-        self.resident = self.peak = self.ahead = self.forwarded = self.next_ahead = 0
+        self.resident = self.peak = self.ahead = self.next_ahead = 0
         self.stall = 0.0
 
     def play(self) -> Prediction:
@@ -170,7 +170,6 @@ class _Replay:
             written_bytes=0 if ssd is None else ssd.write_bytes,
             read_bytes=0 if ssd is None else ssd.read_bytes,
             host_bytes=0 if host is None else host.write_bytes,
-            forwarded_bytes=self.forwarded,
         )
 
     # -- writes --------------------------------------------------------------------------------------------------
@@ -226,9 +225,7 @@ class _Replay:
     def _unpack(self, index: int, now: float) -> None:
         """Hand the storage over, then look ahead."""
         state, begin = self.state, now
-        if state[index] == _LEAVING or state[index] == _WRITTEN:
-            self.forwarded += self.lives.sizes[index]
-        elif state[index] == _OUT:
+        if state[index] == _OUT:
             now = self._read(index, now)
         elif state[index] == _AHEAD:
             self.ahead -= self.lives.sizes[index]
@@ -266,8 +263,6 @@ class _Replay:
                     if self.limit is not None and self.resident + sizes[index] > self.limit:
                         return
                     self.read_end[index] = self._read(index, now)
-                else:
-                    self.forwarded += sizes[index]
                 self.ahead += sizes[index]
                 state[index] = _AHEAD
             elif where == _ABSENT and self.lane_of[index] is not None:

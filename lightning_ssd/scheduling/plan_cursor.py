@@ -29,8 +29,6 @@ class StoredPlan:
     plan: Plan
     program: PassProgram = field(init=False, repr=False, compare=False)
     """Course of a pass that follows it. Worked out once: every pass asks."""
-    moves: bool = field(init=False, repr=False, compare=False)
-    """Whether it keeps less than everything."""
 
     def __post_init__(self) -> None:
         places = self.plan.placements
@@ -40,7 +38,11 @@ class StoredPlan:
             drives=bytes([place is Placement.SSD for place in places]),
         )
         object.__setattr__(self, "program", program)
-        object.__setattr__(self, "moves", self.plan.moves)
+
+    @property
+    def moves(self) -> bool:
+        """Whether it keeps less than everything. Every pass asks."""
+        return bool(self.plan.recompute) or 0 in self.program.stays
 
     @property
     def predicted_overhead(self) -> float:
