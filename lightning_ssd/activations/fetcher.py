@@ -82,10 +82,6 @@ class Fetcher:
         failure, self.failure = self.failure, None
         return failure
 
-    def abort(self) -> None:
-        """Forget the failure: another error is under way."""
-        self.failure = None
-
     def fetch(self, record: SavedStorage) -> torch.UntypedStorage:
         """The storage's bytes, in memory and visible to the current stream. The caller holds no lock."""
         start_s, is_noted = 0.0, False
@@ -93,7 +89,9 @@ class Fetcher:
         while True:
             with self._accounting.lock:
                 if not is_noted:
-                    self._note(record)
+                    self._asked_for(record)
+                    self.note_given()
+                    self._note_one(record)
                     is_noted = True
                 pending = self._bring_up(record)
                 storage, mark = record.storage, record.mark
@@ -131,12 +129,6 @@ class Fetcher:
         """Forget storages whose graphs are gone. The lock is held."""
         self._consumed = deque(r for r in self._consumed if r.state is not State.FREED)
 
-    def _note(self, record: SavedStorage) -> None:
-        """Note that backward asks for this storage; what all its tensors have had by now need not stay."""
-        self._asked_for(record)
-        self.note_given()
-        self._note_one(record)
-
     def note_given(self) -> None:
         """Note what hooks have given backward. The lock is held."""
         while self.given:
@@ -146,6 +138,7 @@ class Fetcher:
             self._note_one(record)
 
     def _note_one(self, record: SavedStorage) -> None:
+        """Note an unpack; what all tensors of a storage have had by now need not stay."""
         if record.ahead:
             record.ahead = False
             self._accounting.ahead_bytes -= record.nbytes
@@ -197,7 +190,8 @@ class Fetcher:
                     "backward asked for a saved tensor after the offloader was closed; run backward before closing"
                 )
             if record.state is State.READING:
-                record.promote_read()
+                if record.stored is not None and record.read is not None:
+                    record.stored.tier.promote(record.read)  # a thread waits for it
             elif record.state in AWAY:
                 room = self._make_room(record)
                 if room is not None:
@@ -229,7 +223,7 @@ class Fetcher:
         way are waited for, PyTorch's cache is emptied.
         """
         try:
-            record.start_read(self._device, urgent=True)
+            record.start_reads([record], self._device, urgent=True)
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -243,7 +237,7 @@ class Fetcher:
                 return [] if room is None else room
             if (accelerator := accelerator_of(self._device)) is not None:
                 accelerator.empty_cache()
-            record.start_read(self._device, urgent=True)
+            record.start_reads([record], self._device, urgent=True)
         return None
 
     def _make_room(self, record: SavedStorage) -> Latch | None:
@@ -306,7 +300,7 @@ class Fetcher:
 
     def _raise_if_failed(self, record: SavedStorage) -> None:
         with self._accounting.lock:
-            error = record.take_error()
+            error, record.error = record.error, None
             if error is not None:
                 # The traceback of what is raised holds the graph, and the graph holds the record: neither the record
                 # nor we may hold the same exception.

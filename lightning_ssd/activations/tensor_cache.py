@@ -128,7 +128,8 @@ class TensorCache:
         self._tiers = tiers
         # Without a probe: before the drive has told its rate, or the user, nothing is kept for it.
         self._meter = meter or (None if tiers.ssd is None else BandwidthMeter(tiers.ssd))
-        self._device = device
+        self.device = device
+        """Only tensors of this device are moved."""
         self.min_nbytes = max(min_tensor_nbytes, 1)
         """Smaller storages stay, and are not counted one by one."""
         self.copies = copies
@@ -192,14 +193,14 @@ class TensorCache:
         """In use, as if all weights were in memory that may be there at a time: they come and go, and a plan that was
         made without them would need their room.
         """
-        return level_bytes(self._device) + self._weights_to_come_bytes
+        return level_bytes(self.device) + self._weights_to_come_bytes
 
     def _available_bytes(self) -> int | None:
         """That could still be had besides these weights; ``None``: unknown."""
         if self.is_capturing():
             return None
         with suppress(OSError):  # out of file descriptors, say: it is as it was when it was last known
-            self._known_available_bytes = available_bytes(self._device)
+            self._known_available_bytes = available_bytes(self.device)
         available = self._known_available_bytes
         return None if available is None else max(available - self._weights_to_come_bytes, 0)
 
@@ -372,7 +373,7 @@ class TensorCache:
     def abort(self) -> None:
         """A step has failed: keep what is queued, and raise nothing at close over the error that is under way."""
         self.cancel_writes()
-        self.fetcher.abort()
+        self.fetcher.failure = None  # another error is under way
         self._warned_of_writes = True
 
     def is_free_within(self, timeout_s: float) -> bool:
@@ -415,7 +416,7 @@ class TensorCache:
             self._passes.count_again()
             self.accounting.recorder = recorder = StepRecorder(
                 step,
-                partial(level_bytes, self._device),
+                partial(level_bytes, self.device),
                 expected_s=expected_s,
                 resident_bytes=self.accounting.counters.resident_bytes,
                 saved_bytes=self.accounting.saved_bytes,
@@ -431,7 +432,7 @@ class TensorCache:
         """
         if self._has_weights() or self._passes.num_open > 1 or len(self._training_threads()) > 1:
             return None
-        return self.parameters.gradient_bytes_on(self._device)
+        return self.parameters.gradient_bytes_on(self.device)
 
     def _training_threads(self) -> list[threading.Thread]:
         return [thread for thread in list(self._threads.values()) if thread.is_alive()]
@@ -471,11 +472,6 @@ class TensorCache:
         for tier in (self._tiers.ssd, self._tiers.host):
             if tier is not None:
                 tier.flush()
-
-    @property
-    def device(self) -> torch.device:
-        """Only tensors of this device are moved."""
-        return self._device
 
     @property
     def is_foreign(self) -> bool:
@@ -548,7 +544,7 @@ class TensorCache:
         if self.is_capturing():
             return False
         return (
-            tensor.device == self._device
+            tensor.device == self.device
             and tensor.layout is torch.strided
             and not tensor.is_quantized
             and not tensor.is_nested
@@ -572,7 +568,7 @@ class TensorCache:
             if share is not None:
                 packed = *keep(tensor), share
                 self._heap_policy.look(self.accounting.counters.bytes_come)
-                if self._device.type == "cpu":  # the work that a device has queued hides so short a time
+                if self.device.type == "cpu":  # the work that a device has queued hides so short a time
                     self._count_hook(begin_s, waited_s, None)
                 return packed
         # All that PyTorch is asked for comes first: it lets go of the GIL, which a worker that has just been told of a
@@ -792,7 +788,7 @@ class TensorCache:
         self.check_process()
         lease, probe, origin = packed.lease, packed.probe, packed.origin
         if (version := probe.version) != probe.saved:
-            description = packed.dtype, self._device, torch.Size(packed.size)
+            description = packed.dtype, self.device, torch.Size(packed.size)
             raise inplace_error(description, origin, version=version, expected=probe.saved)
         begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
         storage = self.fetcher.fetch(lease.record)

@@ -110,14 +110,14 @@ def test_the_last_that_is_tried_is_pytorchs_cache(tmp_path, monkeypatch):
         def empty_cache(self):
             self.is_empty = True
 
-    accelerator, start = Accelerator(), SavedStorage.start_read
+    accelerator, start = Accelerator(), SavedStorage.start_reads
 
-    def full(record, device, *, urgent):
+    def full(records, device, *, urgent):
         if not accelerator.is_empty:
             raise torch.OutOfMemoryError("injected")
-        start(record, device, urgent=urgent)
+        start(records, device, urgent=urgent)
 
     monkeypatch.setattr(fetcher, "accelerator_of", lambda device: accelerator)
-    monkeypatch.setattr(SavedStorage, "start_read", full)
+    monkeypatch.setattr(SavedStorage, "start_reads", staticmethod(full))
     assert_trains_exactly(tmp_path)
     assert accelerator.is_empty
