@@ -12,8 +12,8 @@ from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.saved_pass import PassBegin, SavedPass
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.scheduling.clock import Clock, Stamp
-from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.overhead import CpuCosts, page_faults
+from lightning_ssd.scheduling.pass_kind import FinishedPass
 from lightning_ssd.scheduling.pass_profile import PassProfile, ProfileBook
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.recorder import Recorder

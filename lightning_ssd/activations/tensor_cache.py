@@ -56,7 +56,7 @@ from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.scheduling.clock import clock_of
 from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
-from lightning_ssd.scheduling.pass_program import KEEPS_ALL, NOTHING_KNOWN, PassProgram
+from lightning_ssd.scheduling.plan_cursor import KEEPS_ALL, NOTHING_KNOWN, PassProgram
 from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.scheduling.stalls import Stalls
 from lightning_ssd.telemetry.events import EventLog

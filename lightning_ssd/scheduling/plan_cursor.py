@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Plan, PlanObjective, TierRates
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.scheduling.pass_program import NOTHING_KNOWN, PassProgram
 
-__all__ = ["PlanCursor", "StoredPlan"]
+__all__ = ["KEEPS_ALL", "NOTHING_KNOWN", "PassProgram", "PlanCursor", "StoredPlan"]
 
 _FULL = 1.25
 """Where the room was too small, so many times the room may be resident, because the rest is on its way out."""
+
+
+class PassProgram(NamedTuple):
+    """The expected course of a pass."""
+
+    sizes: tuple[int, ...]
+    """Bytes of its storages, in pack order."""
+    stays: bytes
+    """For each of them 1 if it stays, else 0."""
+    drives: bytes = b""
+    """For each of them 1 if it goes to a drive, else 0: to the first tier that has room. Empty: none does."""
+    keeps_all: bool = False
+    """Nothing can move, so that sizes need not be known."""
+
+
+NOTHING_KNOWN = PassProgram((), b"")
+KEEPS_ALL = PassProgram((), b"", keeps_all=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,10 +26,9 @@ from lightning_ssd.planning.simulator import predict
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling.agreement import Agreement
 from lightning_ssd.scheduling.drift import Measured, is_worth_switching
-from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.memory_limits import MIN_RELIEF, Limits, MemoryConstraints
 from lightning_ssd.scheduling.overhead import Overhead
-from lightning_ssd.scheduling.pass_kind import PassKind, TracedPass
+from lightning_ssd.scheduling.pass_kind import FinishedPass, PassKind, TracedPass
 from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
 from lightning_ssd.scheduling.plan_maker import PlanMaker
 from lightning_ssd.scheduling.plan_report import DAY_S, Comparison, PlanReport
