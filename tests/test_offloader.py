@@ -70,7 +70,7 @@ def test_several_directories_share_the_storages(spill_dir):
     paths = [spill_dir / name for name in "abc"]
     with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=paths)) as offloader:
         arenas = offloader._parts.tiers.ssd._arenas
-        assert len({arena.path for arena in arenas}) == 3
+        assert len({arena.directory for arena in arenas}) == 3
         for _ in range(50):  # the worker that is free first takes what comes, so that a step may suit one of them
             step(offloader)
             if sum(arena.size_bytes > 0 for arena in arenas) >= 2:

@@ -44,7 +44,7 @@ class Played(NamedTuple):
     end_s: float
     nbytes: int
     index: int = -1
-    """Of the storage."""
+    """Number of the storage."""
     placement: Placement = Placement.KEEP
     """The tier of a move."""
 

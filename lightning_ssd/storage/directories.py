@@ -1,31 +1,26 @@
-"""Directories of spill files: the user's, judged before use, and ours in them, which no other user gets into."""
+"""Directories of spill files: the user's, which are made and judged before use."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
-import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from lightning_ssd.common.formatting import escape_control
-from lightning_ssd.errors import ConfigError, StorageError, UnsuitablePathError
+from lightning_ssd.errors import ConfigError, UnsuitablePathError
 from lightning_ssd.storage.filesystem import make_directory
 
 __all__ = [
-    "MAX_VANISHED",
     "created_directories",
     "missing_parts",
-    "open_private",
     "warn_shared_filesystem",
 ]
 
 _log = logging.getLogger(__name__)
-
-# -- the user's ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -131,53 +126,3 @@ def warn_shared_filesystem(paths: Sequence[Path]) -> None:
                 "one directory per drive in HardwareProfile.paths",
                 " and ".join(names),
             )
-
-
-# -- ours ------------------------------------------------------------------------------------------------------------
-
-MAX_VANISHED = 100
-"""How often a directory is made again that another process of ours, which ends, has removed in between."""
-
-
-def open_private(parent: int, path: Path) -> int:
-    """Open (make) a 0700 directory of ours through ``parent``, so that no user can swap it for a link in between.
-
-    Args:
-        parent: descriptor of the directory that ``path`` lies in. Other users may be able to write there.
-        path: only its name is looked up; the whole is for messages.
-
-    Returns:
-        A descriptor of the directory, which the caller closes.
-
-    Raises:
-        StorageError: another user's, open to others, or a link, file or pipe that another user has put there.
-        OSError: it cannot be made, or has gone in between.
-    """
-    with suppress(FileExistsError):
-        os.mkdir(path.name, 0o700, dir_fd=parent)
-    try:
-        folder = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    except NotADirectoryError as error:
-        raise StorageError(
-            error.errno, f"{path} is a symbolic link or a file, where a directory of ours would be. Remove it"
-        ) from error
-    except PermissionError as error:
-        # Ours we may read. Whose it is says more than that we may not.
-        facts = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
-        raise _not_private(path, facts) from error
-    try:
-        facts = os.fstat(folder)
-        if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise _not_private(path, facts)
-    except BaseException:
-        os.close(folder)
-        raise
-    return folder
-
-
-def _not_private(path: Path, facts: os.stat_result) -> StorageError:
-    return StorageError(
-        errno.EPERM,
-        f"{path} belongs to user {facts.st_uid} with mode {stat.S_IMODE(facts.st_mode):04o}; it must be of user "
-        f"{os.geteuid()} with mode 0700, because spill files hold training data. Remove it or take another path",
-    )

@@ -141,11 +141,11 @@ def make_directory(path: Path) -> None:
 
 
 def cannot_hold(path: Path, error: OSError) -> StorageError:
-    """Return the error that says why a spill file was not made in ``path``, a directory of ours, and what to do."""
+    """Return the error that says why a spill file was not made in a directory, and what to do."""
     what = f"cannot create a spill file in {path}"
     if error.errno not in _REFUSALS:
         return as_storage_error(error, what)
-    place = f"{path.parent} lies on {_mount_of(path.parent)[0]}"
+    place = f"{path} lies on {_mount_of(path)[0]}"
     return UnsuitablePathError(error.errno, f"{what} ({os.strerror(error.errno)}; {place}); {_ADVICE} {_SETTINGS}")
 
 

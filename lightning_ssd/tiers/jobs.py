@@ -472,7 +472,7 @@ class Read(Transfer):
         if loaded is None:
             raise CorruptionError(
                 f"{stored.label}: {piece.nbytes} bytes at offset {piece.offset} of the spill file in "
-                f"{piece.arena.path} are not what was written, in two reads; nothing was handed on. "
+                f"{piece.arena.directory} are not what was written, in two reads; nothing was handed on. "
                 "Check the drive (SMART, dmesg) or take another directory in HardwareProfile.paths"
             )
         return loaded

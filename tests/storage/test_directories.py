@@ -1,4 +1,4 @@
-"""Directories of the user's are made with care; ours in them comes and goes under others that use it."""
+"""Directories of the user's are made with care, and told of."""
 
 import os
 import tempfile
@@ -6,8 +6,6 @@ import tempfile
 import pytest
 
 from lightning_ssd.storage.directories import created_directories
-from lightning_ssd.storage.spill_file import Arena
-from tests.support.threads import at_once
 
 
 @pytest.mark.parametrize("working", ["usual", "/"])
@@ -36,16 +34,3 @@ def test_where_there_is_neither_a_home_nor_a_working_directory_one_is_made_all_t
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it returns for a user without a home
     with created_directories([tmp_path / "spill"]):
         assert (tmp_path / "spill").is_dir()
-
-
-def test_many_that_open_and_close_never_lose_ours(tmp_path):
-    """A file in it can be made whenever another one goes, and with the last one it goes."""
-
-    def come_and_go():
-        for _ in range(200):
-            arena = Arena(tmp_path, block_bytes=4096, direct=False)
-            arena.allocate(4096)
-            arena.close()
-
-    at_once(*[come_and_go] * 4)
-    assert not list(tmp_path.iterdir())
