@@ -185,7 +185,7 @@ class SavedPass:
 
     def block_enters(self, name: str) -> bool:
         """Whether this call of a block is to be recomputed in backward."""
-        recompute = self.recomputes_all or (self.cursor is not None and self.cursor.block(self._num_blocks))
+        recompute = self.recomputes_all or (self.cursor is not None and self._num_blocks in self.cursor.recompute)
         self._num_blocks += 1
         if self.recorder is not None:
             self.recorder.block_enters(name, recompute=recompute)

@@ -28,7 +28,7 @@ class Lifetimes:
         ValueError: the trace's ``order`` does not name exactly those storages that are wanted back, each once.
     """
 
-    __slots__ = ("end_s", "events", "is_released", "is_simple", "moved_bytes", "order", "position", "sizes", "wanted")
+    __slots__ = ("end_s", "events", "is_released", "is_simple", "moved_bytes", "order", "position", "sizes")
 
     def __init__(self, trace: Trace) -> None:
         storages = trace.storages
@@ -41,7 +41,6 @@ class Lifetimes:
         self.end_s, self.moved_bytes = trace.end_s, trace.moved_bytes
         self.sizes = [s.nbytes for s in storages]
         self.order = list(trace.order)
-        self.wanted = [s.wanted_s is not None for s in storages]
         self.position = [-1] * len(storages)
         for position, index in enumerate(trace.order):
             self.position[index] = position

@@ -164,10 +164,6 @@ class PlanCursor:
             and 2 * nbytes <= self._room_bytes
         )
 
-    def block(self, index: int) -> bool:
-        """Return whether the block call with this number is recomputed."""
-        return index in self.recompute
-
     @property
     def followed(self) -> StoredPlan | None:
         """The plan that fits all storages so far."""
