@@ -17,7 +17,7 @@ import torch
 from lightning_ssd.common.profiling import span
 from lightning_ssd.common.tensors import new_tuple
 from lightning_ssd.common.waiting import Latch
-from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError, forget_frames
+from lightning_ssd.errors import CorruptionError, StorageError, forget_frames
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.tiers.base import (
     NoMemoryToReadError,
@@ -269,17 +269,15 @@ class Write(Transfer):
         return self._tier.shares([part for one in self._outgoing for part in one.parts], self.nbytes)
 
     def finish(self, error: BaseException | None) -> None:
+        for _, parts in self._requests[len(self._outgoing) :]:  # the queue was closed before it began
+            self._tier.free_parts(parts)
+        self._requests = ()
         left = [one for one in self._outgoing if not one.is_over]  # those that an unexpected error has left
         if left:
             self._end(left, error)
         self._outgoing.clear()
         if self._failure is not None:
             raise self._failure
-
-    def discard(self) -> None:
-        for _, parts in self._requests:
-            self._tier.free_parts(parts)
-        self._requests = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -526,6 +524,3 @@ class Read(Transfer):
         fault = next((incoming.fault for incoming in self._incoming if incoming.fault is not None), None)
         if fault is not None:
             raise fault
-
-    def discard(self) -> None:
-        self.finish(OffloaderClosedError("the offloader was closed before this read began"))
