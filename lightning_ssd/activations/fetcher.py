@@ -11,7 +11,6 @@ from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.kept_storage import KeptStorage
 from lightning_ssd.activations.live_passes import LivePasses
 from lightning_ssd.activations.prefetcher import Prefetcher
-from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.activations.storage_state import AWAY, State
 from lightning_ssd.common.accelerators import accelerator_of
@@ -98,7 +97,7 @@ class Fetcher:
             if storage is not None:
                 break
             if isinstance(pending, Latch):
-                self.wait_for_room(record.home, record.nbytes, pending)
+                self.wait_for_room(record.nbytes, pending)
                 continue
             if begin is None:
                 start_s, begin = time.perf_counter(), self._clock.stamp()
@@ -113,17 +112,13 @@ class Fetcher:
         if begin is not None:
             end = self._clock.stamp()
             with self._accounting.lock:
-                self._stalled(record.home, record.nbytes, start_s, begin, end, for_read=True)
+                self._stalled(record.nbytes, start_s, begin, end, for_read=True)
         return storage
 
-    def _stalled(
-        self, home: SavedPass | None, nbytes: int, start_s: float, begin: Stamp, end: Stamp, *, for_read: bool
-    ) -> None:
+    def _stalled(self, nbytes: int, start_s: float, begin: Stamp, end: Stamp, *, for_read: bool) -> None:
         """The training thread has waited. The lock is held."""
         self._stalls.add(nbytes, start_s, begin, end, for_read=for_read)
         self._passes.stalled(begin, end)
-        if home is not None and home.recorder is not None:
-            home.recorder.stalled(begin, end)
 
     def prune(self) -> None:
         """Forget storages whose graphs are gone. The lock is held."""
@@ -167,7 +162,7 @@ class Fetcher:
             if self._asked_for(record):
                 self._advance(record)
 
-    def wait_for_room(self, home: SavedPass | None, nbytes: int, room: Latch) -> bool:
+    def wait_for_room(self, nbytes: int, room: Latch) -> bool:
         """Wait for what :meth:`admit` gave. The caller holds no lock.
 
         Returns:
@@ -177,7 +172,7 @@ class Fetcher:
         with span("lightning_ssd::stall"):
             room.wait_for(_LONGEST_WAIT_S)
         with self._accounting.lock:
-            self._stalled(home, nbytes, start_s, begin, self._clock.stamp(), for_read=False)
+            self._stalled(nbytes, start_s, begin, self._clock.stamp(), for_read=False)
         return not self.is_closed
 
     def _bring_up(self, record: SavedStorage) -> list[Read] | Latch:

@@ -363,6 +363,7 @@ class LivePasses:
         end = self._clock.stamp()
         if recorder is not None:
             recorder.backward_ended()
+            recorder.stalls = tuple(current.stalls)
         highest_bytes = self._highest() if begin.highest_bytes else 0
         return FinishedPass(
             signature=current.signature,

@@ -583,7 +583,7 @@ class TensorCache:
                     lease = lease or self._open(current, tensor, storage, new, placement)
                     lease.record.num_tensors += 1
                     break
-            if not self.fetcher.wait_for_room(current, nbytes, room):
+            if not self.fetcher.wait_for_room(nbytes, room):
                 return keep(tensor)
         self._heap_policy.look(self.accounting.counters.bytes_come)
         self._run_ahead.wait()
