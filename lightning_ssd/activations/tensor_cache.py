@@ -103,7 +103,7 @@ class TensorCache:
         recompute: recompute every block, whatever is planned.
         heap_policy: told what becomes of freed memory: before each pass, and when one finds too little room.
         weights: told when backward asks for one that waits on a drive between its uses.
-        meter: of the rates of the drives; default: one that knows nothing before the run has told.
+        meter: of the rates of the drives; ``None``: there are none.
         cpu: what workers and page faults take from the computation; ``None``: nothing.
     """
 
@@ -126,8 +126,7 @@ class TensorCache:
         self.accounting = MemoryAccounting(self._heap_policy.look)
         self._counters = self.accounting.counters
         self._tiers = tiers
-        # Without a probe: before the drive has told its rate, or the user, nothing is kept for it.
-        self._meter = meter or (None if tiers.ssd is None else BandwidthMeter(tiers.ssd))
+        self._meter = meter
         self.device = device
         """Only tensors of this device are moved."""
         self.min_nbytes = max(min_tensor_nbytes, 1)
