@@ -43,8 +43,8 @@ class Played(NamedTuple):
     start_s: float
     end_s: float
     nbytes: int
-    index: int = -1
-    """Number of the storage."""
+    number: int = -1
+    """The storage, by its place in the pass."""
     placement: Placement = Placement.KEEP
     """The tier of a move."""
 

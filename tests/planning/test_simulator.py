@@ -28,11 +28,11 @@ def played(case, places, machine, *, limit=None, ahead=100):
 
 
 def moves(done):
-    return [(one.what, one.index, one.start_s, one.end_s) for one in done.moves]
+    return [(one.what, one.number, one.start_s, one.end_s) for one in done.moves]
 
 
 def stalls(done):
-    return [(one.start_s, one.end_s, one.index, one.what) for one in done.stalls]
+    return [(one.start_s, one.end_s, one.number, one.what) for one in done.stalls]
 
 
 def test_a_drive_that_keeps_up_costs_nothing():
@@ -169,11 +169,11 @@ def test_laws(drawn):
             for t in booked:
                 speed = rate.write_bytes_per_s if direction == "write" else rate.read_bytes_per_s
                 assert t.end_s - t.start_s == pytest.approx(t.nbytes / speed, abs=1e-9)
-                ended[t.what, t.index] = t.end_s
+                ended[t.what, t.number] = t.end_s
                 if direction == "read":
-                    assert ended["write", t.index] <= t.start_s
+                    assert ended["write", t.number] <= t.start_s
                 else:
-                    assert case.storages[t.index].packed_s <= t.start_s
+                    assert case.storages[t.number].packed_s <= t.start_s
     assert len(ended) == len(done.moves)  # nothing moves twice in a direction
     moved = {(t.placement, t.what): 0 for t in done.moves}
     for t in done.moves:
