@@ -38,7 +38,7 @@ from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
-from lightning_ssd.storage.directories import HeldDirectory, created_directories, warn_shared_filesystem
+from lightning_ssd.storage.directories import created_directories, warn_shared_filesystem
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping, measure_rates
 from lightning_ssd.tiers.checksum import Sampler
@@ -339,7 +339,7 @@ def open_wear_meter(policy: OffloadPolicy, environment: Environment) -> WearMete
     if not hardware.allow_unsuitable_paths and environment.local_rank == 0:
         warn_shared_filesystem(environment.paths)
     return WearMeter(
-        environment.directories,
+        environment.paths,
         hardware.drive_endurance_nbytes,
         num_processes=environment.num_local_processes,
         wear_budget=policy.wear_bytes_per_day,
@@ -349,21 +349,15 @@ def open_wear_meter(policy: OffloadPolicy, environment: Environment) -> WearMete
 
 def _open_directories(stack: ExitStack, environment: Environment) -> tuple[Backend, list[Path], str]:
     """Return the backend for the user's directories, these directories, and the reason for the backend."""
-    hardware, directories = environment.hardware, environment.directories
-    with (
-        created_directories(environment.paths, allow_unsuitable=hardware.allow_unsuitable_paths),
-        ExitStack() as opened,
-    ):
-        for directory in directories if environment.subdirectory else ():
-            opened.callback(HeldDirectory(directory).close)
+    hardware, directories = environment.hardware, environment.paths
+    with created_directories(directories):
         backend, why = open_backend(
             hardware.backend,
             directories=directories,
             device=environment.device,
             allow_unsuitable_paths=hardware.allow_unsuitable_paths,
         )
-        opened.callback(backend.close)
-        stack.callback(opened.pop_all().close)
+        stack.callback(backend.close)
     return (backend if environment.wrap_backend is None else environment.wrap_backend(backend)), directories, why
 
 

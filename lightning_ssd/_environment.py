@@ -22,7 +22,7 @@ from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.streams import CopyEngine
 
-__all__ = ["PATHS_VARIABLE", "Environment", "HostMemory", "chosen_paths", "rank_directory"]
+__all__ = ["PATHS_VARIABLE", "Environment", "HostMemory", "chosen_paths"]
 
 PATHS_VARIABLE = "LIGHTNING_SSD_PATHS"
 _HOST_SHARE = 4
@@ -65,8 +65,6 @@ class Environment:
     """Where transfers and waiting are noted."""
     default_directory: str | os.PathLike[str] | None
     """Where the user has named none."""
-    subdirectory: str
-    """The directory of this process in each of the user's; may be empty."""
     agree: AllReduceMin | None
     """With the other processes of the run; ``None``: there are none."""
     is_sharded: bool
@@ -87,11 +85,6 @@ class Environment:
     def paths(self) -> list[Path]:
         """The user's directories."""
         return chosen_paths(self.hardware, self.default_directory)
-
-    @property
-    def directories(self) -> list[Path]:
-        """Ours, one in each of :attr:`paths`."""
-        return [path / self.subdirectory for path in self.paths]
 
     @property
     def expected_rates(self) -> Rates:
@@ -128,10 +121,3 @@ def chosen_paths(hardware: HardwareProfile, default_directory: str | os.PathLike
 
 def _is_discrete(device: torch.device) -> bool:
     return device.type != "cpu"
-
-
-def rank_directory(rank: int) -> str:
-    """Name for the directory of one process of a run. With this user's number in it, so that users who share a drive
-    never ask for the same one; runs of one user may.
-    """
-    return f"lightning_ssd-{os.geteuid()}-rank-{rank}"

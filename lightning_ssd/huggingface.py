@@ -97,7 +97,6 @@ class OffloadTrainerMixin:
             hardware=self.hardware,
             device=self.args.device,
             default_directory=self.args.output_dir,
-            subdirectory=f"lightning_ssd-rank-{self.args.process_index}",
         )
         self.offloader, self._offloaded, self._is_registered, self._num_steps = offloader, None, False, 0
         begun_at = self.state.global_step

@@ -74,7 +74,6 @@ class Offloader:
         device: device of the tensors; default: that of the modules given to :meth:`open`, else (as under ``with``) the
             CPU.
         default_directory: used when neither ``hardware.paths`` nor ``$LIGHTNING_SSD_PATHS`` names a directory.
-        subdirectory: appended to each directory, so that each process has its own.
         agree: for processes that train together: returns the smallest of each number over all processes, so that they
             make equal plans. Called after the 1st, 2nd, 4th ... backward (and every 1,024th with ``wear_budget``), by
             :meth:`offload_optimizer`, and by :meth:`register_module` if blocks are recomputed.
@@ -93,7 +92,6 @@ class Offloader:
         hardware: HardwareProfile | None = None,
         device: torch.device | str | None = None,
         default_directory: str | os.PathLike[str] | None = None,
-        subdirectory: str = "",
         agree: AllReduceMin | None = None,
         is_sharded: bool = False,
         num_local_processes: int | None = None,
@@ -110,7 +108,6 @@ class Offloader:
         self.hardware = typed("hardware", hardware, HardwareProfile, 'HardwareProfile(paths=["/my/ssd"])')
         self._device = None if device is None else torch.device(device)
         self._default_directory = default_directory
-        self._subdirectory = subdirectory
         self._agree = agree
         self._is_sharded = is_sharded
         self._num_local = num_local_processes or max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
@@ -198,7 +195,6 @@ class Offloader:
             copies=copies,
             events=self._events,
             default_directory=self._default_directory,
-            subdirectory=self._subdirectory,
             agree=self._agree,
             is_sharded=self._is_sharded,
             num_local_processes=self._num_local,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Literal
 
 from lightning_ssd.planning.plan import TierRates
-from lightning_ssd.planning.what_fits import ModelSize, even_model, fit
+from lightning_ssd.planning.what_fits import NUM_STATES, ModelSize, UnitSize, fit
 
-__all__ = ["main"]
+__all__ = ["even_model", "main"]
 
 _GB = 1e9
 _CARDS_GB = (24, 48, 80, 141)
@@ -45,6 +45,28 @@ def main() -> None:
                     # Forward 2, backward 4 (2 where weights are frozen), per parameter and token.
                     numbers = _numbers(size, gradients, flops=(4 + 2 * share) * num_parameters * _TOKENS)
                     print(f"| {model} | {trained} | {dtype} | {gradients} {numbers} |")
+
+
+def even_model(
+    *, num_parameters: float, num_blocks: int, trained_share: float = 1.0, weight_bytes: int = 2, num_backwards: int = 1
+) -> ModelSize:
+    """A model of equal blocks and nothing else.
+
+    Args:
+        num_parameters: adapters counted in.
+        num_blocks: at least 1.
+        trained_share: of the parameters; small for LoRA.
+        weight_bytes: per parameter: 2 in bfloat16, 4 in float32; a gradient takes as much.
+        num_backwards: per update.
+    """
+    block_bytes = weight_bytes * num_parameters / num_blocks
+    block = UnitSize(weight_bytes=block_bytes, trained_bytes=trained_share * block_bytes)
+    return ModelSize(
+        units=(block,) * num_blocks,
+        staying=UnitSize(weight_bytes=0, trained_bytes=0),
+        state_bytes=NUM_STATES * num_blocks * block.trained_bytes,
+        num_backwards=num_backwards,
+    )
 
 
 def _numbers(size: ModelSize, gradients: Literal["keep", "offload"], *, flops: float) -> str:

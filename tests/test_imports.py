@@ -59,7 +59,7 @@ IMPORTS: dict[str, set[str]] = {
     "monitor": {"memory", "telemetry", "offloader", "_run_facts", "_both_packages", "reports"},
     "strategies": {
         *("errors", "common", "config", "telemetry", "activations", "optimizer", "optimizer.checkpoint"),
-        *("_environment", "offloader", "_both_packages", "monitor"),
+        *("offloader", "_both_packages", "monitor"),
     },
     "pytorch_lightning": {"_both_packages"},
     "callback": {"errors", "common", "config", "telemetry", "activations", "offloader", "_both_packages", "strategies"},

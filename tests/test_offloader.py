@@ -32,7 +32,7 @@ def test_nothing_is_opened_before_open(spill_dir):
 
 def test_open_and_close_leave_nothing(spill_dir):
     fds = len(os.listdir("/proc/self/fd"))
-    offloader = Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir), subdirectory="rank-0")
+    offloader = Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir))
     for _ in range(3):
         with offloader:
             step(offloader)
@@ -70,7 +70,7 @@ def test_several_directories_share_the_storages(spill_dir):
     paths = [spill_dir / name for name in "abc"]
     with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=paths)) as offloader:
         arenas = offloader._parts.tiers.ssd._arenas
-        assert len({arena.path for arena in arenas}) == 3
+        assert len({arena.directory for arena in arenas}) == 3
         for _ in range(50):  # the worker that is free first takes what comes, so that a step may suit one of them
             step(offloader)
             if sum(arena.size_bytes > 0 for arena in arenas) >= 2:
@@ -81,14 +81,11 @@ def test_several_directories_share_the_storages(spill_dir):
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here to be refused")
-@pytest.mark.parametrize(
-    ("policy", "subdirectory"),
-    [(OFFLOAD_ALL, "lightning_ssd-0-rank-0"), (OffloadPolicy(activations="keep", optimizer_states="offload"), "")],
-)
-def test_a_refused_path_is_named_as_given_and_not_left_behind(spill_dir, policy, subdirectory):
+@pytest.mark.parametrize("policy", [OFFLOAD_ALL, OffloadPolicy(activations="keep", optimizer_states="offload")])
+def test_a_refused_path_is_named_as_given_and_not_left_behind(spill_dir, policy):
     refused = Path(f"/dev/shm/lightning_ssd_test_{os.getpid()}")
     hardware = HardwareProfile(paths=[spill_dir / "good" / "deep", refused])
-    offloader = Offloader(policy=policy, hardware=hardware, subdirectory=subdirectory)
+    offloader = Offloader(policy=policy, hardware=hardware)
     with pytest.raises(UnsuitablePathError) as caught:
         offloader.open().offload_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.ones(9))]))
     offloader.close()
@@ -107,8 +104,8 @@ def test_what_was_there_before_a_refusal_stays(spill_dir):
     assert [path.name for path in spill_dir.iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize(("spelling", "subdirectory"), [("one", ""), ("sub/../one", "rank-0"), ("link", "")])
-def test_one_directory_is_not_two_drives(spill_dir, subdirectory, spelling, monkeypatch):
+@pytest.mark.parametrize("spelling", ["one", "sub/../one", "link"])
+def test_one_directory_is_not_two_drives(spill_dir, spelling, monkeypatch):
     for name in ("one", "sub"):
         (spill_dir / name).mkdir()
     (spill_dir / "link").symlink_to("one")
@@ -116,10 +113,10 @@ def test_one_directory_is_not_two_drives(spill_dir, subdirectory, spelling, monk
     message = rf"twice: .*{re.escape(str(Path(other)))}.* would be taken for two drives, and each drive is to have"
     hardware = HardwareProfile(paths=[spill_dir / "one", other])
     with pytest.raises(ConfigError, match=message):
-        Offloader(policy=OFFLOAD_ALL, hardware=hardware, subdirectory=subdirectory).open()
+        Offloader(policy=OFFLOAD_ALL, hardware=hardware).open()
     monkeypatch.setenv("LIGHTNING_SSD_PATHS", f"{spill_dir / 'one'}{os.pathsep}{other}")
     with pytest.raises(ConfigError, match=message):
-        Offloader(policy=OFFLOAD_ALL, subdirectory=subdirectory).open()
+        Offloader(policy=OFFLOAD_ALL).open()
     assert not list((spill_dir / "one").iterdir())
 
 

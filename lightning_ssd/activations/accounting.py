@@ -136,7 +136,9 @@ class MemoryAccounting:
         return worst if worst.saved_bytes else None
 
     def pass_ended(self, peak_bytes: int) -> None:
-        """Note the peak of a pass whose backward has ended."""
+        """Note the peak of a pass whose backward has ended; 0: it has saved nothing."""
+        if not peak_bytes:
+            return
         self._peaks.append(peak_bytes)
         self._num_passes += 1
         latest = islice(reversed(self._peaks), (self._num_passes + 1) // 2)

@@ -1,19 +1,24 @@
-"""Gives backward the bytes that it asks for: forwarded, brought up ahead, or read urgently."""
+"""Gives backward the bytes that it asks for: forwarded, brought up ahead, or read urgently.
+
+What comes next is brought up within a byte budget, in the order that earlier passes recorded. Bytes count as *ahead*
+from the moment their memory is taken (or, for a write that is taken back, given up) until an unpack asks for them.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.kept_storage import KeptStorage
 from lightning_ssd.activations.live_passes import LivePasses
-from lightning_ssd.activations.prefetcher import Prefetcher
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import SavedStorage
-from lightning_ssd.activations.storage_state import AWAY, State
+from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.profiling import span
 from lightning_ssd.common.waiting import Latch
@@ -32,6 +37,15 @@ __all__ = ["Fetcher"]
 # With retain_graph the graph goes on holding them; then their memory goes, and the file still has them.
 _NUM_CONSUMED = 8
 _LONGEST_WAIT_S = 0.1
+_NOT_AWAY = (*READY, State.READING, State.FREED)
+_GROUP_STORAGES = 16
+_GROUP_BYTES = 16 << 20
+"""Most that come back in one job, which costs as much Python as a small read takes. It is as long as one chunk, so that
+an urgent read waits no longer."""
+_MAX_WAIT_S = 1.0
+"""Lets a worker let go of memory, unless the program holds it."""
+_SHARE = 4
+"""One part in so many of what is free when backward begins may be brought up ahead."""
 
 
 class Fetcher:
@@ -60,7 +74,8 @@ class Fetcher:
         copies: CopyEngine,
         tier: Tier | None,
     ) -> None:
-        self._prefetcher = Prefetcher(accounting, passes, budget, device)
+        self._budget = budget
+        self._most_bytes = sys.maxsize  # that may be ahead
         self._stalls = stalls
         self.is_closed = False
         self.failure: BaseException | None = None
@@ -82,10 +97,6 @@ class Fetcher:
         failure, self.failure = self.failure, None
         return failure
 
-    def abort(self) -> None:
-        """Forget the failure: another error is under way."""
-        self.failure = None
-
     def fetch(self, record: SavedStorage) -> torch.UntypedStorage:
         """The storage's bytes, in memory and visible to the current stream. The caller holds no lock."""
         start_s, is_noted = 0.0, False
@@ -93,14 +104,16 @@ class Fetcher:
         while True:
             with self._accounting.lock:
                 if not is_noted:
-                    self._note(record)
+                    self._asked_for(record)
+                    self.note_given()
+                    self._note_one(record)
                     is_noted = True
                 pending = self._bring_up(record)
                 storage, mark = record.storage, record.mark
             if storage is not None:
                 break
             if isinstance(pending, Latch):
-                self.wait_for_room(record.home, record.nbytes, pending)
+                self.wait_for_room(record.nbytes, pending)
                 continue
             if begin is None:
                 start_s, begin = time.perf_counter(), self._clock.stamp()
@@ -115,27 +128,17 @@ class Fetcher:
         if begin is not None:
             end = self._clock.stamp()
             with self._accounting.lock:
-                self._stalled(record.home, record.nbytes, start_s, begin, end, for_read=True)
+                self._stalled(record.nbytes, start_s, begin, end, for_read=True)
         return storage
 
-    def _stalled(
-        self, home: SavedPass | None, nbytes: int, start_s: float, begin: Stamp, end: Stamp, *, for_read: bool
-    ) -> None:
+    def _stalled(self, nbytes: int, start_s: float, begin: Stamp, end: Stamp, *, for_read: bool) -> None:
         """The training thread has waited. The lock is held."""
         self._stalls.add(nbytes, start_s, begin, end, for_read=for_read)
         self._passes.stalled(begin, end)
-        if home is not None and home.recorder is not None:
-            home.recorder.stalled(begin, end)
 
     def prune(self) -> None:
         """Forget storages whose graphs are gone. The lock is held."""
         self._consumed = deque(r for r in self._consumed if r.state is not State.FREED)
-
-    def _note(self, record: SavedStorage) -> None:
-        """Note that backward asks for this storage; what all its tensors have had by now need not stay."""
-        self._asked_for(record)
-        self.note_given()
-        self._note_one(record)
 
     def note_given(self) -> None:
         """Note what hooks have given backward. The lock is held."""
@@ -146,6 +149,7 @@ class Fetcher:
             self._note_one(record)
 
     def _note_one(self, record: SavedStorage) -> None:
+        """Note an unpack; what all tensors of a storage have had by now need not stay."""
         if record.ahead:
             record.ahead = False
             self._accounting.ahead_bytes -= record.nbytes
@@ -164,7 +168,9 @@ class Fetcher:
             return False
         is_first = not home.order
         if is_first:
-            self._prefetcher.begin_backward()
+            # Gradients and temporaries are to come, and know nothing of us.
+            available_bytes = self._passes.available()
+            self._most_bytes = sys.maxsize if available_bytes is None else available_bytes // _SHARE
         home.asked_for(record, time.perf_counter(), self._passes.book)
         return is_first
 
@@ -174,7 +180,7 @@ class Fetcher:
             if self._asked_for(record):
                 self._advance(record)
 
-    def wait_for_room(self, home: SavedPass | None, nbytes: int, room: Latch) -> bool:
+    def wait_for_room(self, nbytes: int, room: Latch) -> bool:
         """Wait for what :meth:`admit` gave. The caller holds no lock.
 
         Returns:
@@ -184,7 +190,7 @@ class Fetcher:
         with span("lightning_ssd::stall"):
             room.wait_for(_LONGEST_WAIT_S)
         with self._accounting.lock:
-            self._stalled(home, nbytes, start_s, begin, self._clock.stamp(), for_read=False)
+            self._stalled(nbytes, start_s, begin, self._clock.stamp(), for_read=False)
         return not self.is_closed
 
     def _bring_up(self, record: SavedStorage) -> list[Read] | Latch:
@@ -197,7 +203,8 @@ class Fetcher:
                     "backward asked for a saved tensor after the offloader was closed; run backward before closing"
                 )
             if record.state is State.READING:
-                record.promote_read()
+                if record.stored is not None and record.read is not None:
+                    record.stored.tier.promote(record.read)  # a thread waits for it
             elif record.state in AWAY:
                 room = self._make_room(record)
                 if room is not None:
@@ -219,8 +226,77 @@ class Fetcher:
             self._advance(record)
 
     def _advance(self, record: SavedStorage | KeptStorage) -> None:
-        if record.home is not None and not self.is_closed:  # what is in memory may be had after the end
-            self._prefetcher.advance(record.home)
+        """Look ahead from where a pass has got to; then, while the budget lasts, into earlier passes."""
+        current = record.home
+        if current is None or self.is_closed:  # what is in memory may be had after the end
+            return
+        if self._accounting.has_no_memory:
+            self._accounting.has_no_memory = False
+            self._budget.out_of_memory()
+        if not self._walk(current):
+            return
+        earlier = False
+        for other in reversed(self._passes):
+            if earlier and not self._walk(other):
+                return
+            earlier = earlier or other is current
+
+    def _walk(self, current: SavedPass) -> bool:
+        """Return False when the budget is used up."""
+        order, records, cursor = current.expected_order(self._passes.book), current.records, current.cursor
+        group, group_bytes, accounting = list[SavedStorage](), 0, self._accounting
+        known = None if cursor is None else cursor.followed
+        budget = min(max(self._budget.nbytes, 0 if known is None else known.plan.ahead_bytes), self._most_bytes)
+        limit = None if cursor is None or cursor.limit_bytes is None else cursor.limit_bytes - cursor.reserve_bytes
+        for position in range(current.next_ahead, len(order)):
+            record = records[order[position]]
+            if not isinstance(record, SavedStorage) or (state := record.state) in _NOT_AWAY:
+                continue
+            nbytes, ahead_bytes = record.nbytes, accounting.ahead_bytes + group_bytes
+            # One that is larger than the whole budget goes alone.
+            has_room = not ahead_bytes or ahead_bytes + nbytes <= budget
+            if has_room and limit is not None and not record.is_in_memory:
+                has_room = self._fits(group_bytes + nbytes, limit)
+            if not has_room:
+                self._read_ahead(current, group, position)
+                return False
+            if state is not State.ON_DISK and record.forward():  # else its memory has gone for certain
+                record.hold_ahead()
+                continue
+            is_full = group_bytes + nbytes > _GROUP_BYTES or len(group) == _GROUP_STORAGES
+            if group and (is_full or record.tier is not group[0].tier):
+                if not self._read_ahead(current, group, position):
+                    return False
+                group, group_bytes = [], 0
+            group.append(record)
+            group_bytes += nbytes
+        return self._read_ahead(current, group, len(order))
+
+    def _fits(self, nbytes: int, limit_bytes: int) -> bool:
+        """Return whether so much may come under a limit of what is in memory."""
+        if self._accounting.counters.resident_bytes + nbytes > limit_bytes:
+            self._accounting.sweep_all()
+        return self._accounting.counters.resident_bytes + nbytes <= limit_bytes
+
+    def _read_ahead(self, current: SavedPass, group: Sequence[SavedStorage], position: int) -> bool:
+        """Queue the reads of storages that are wanted one after the other, as one job, and go on at a position.
+
+        Returns:
+            Whether there was memory for them.
+        """
+        if group:
+            try:
+                SavedStorage.start_reads(group, self._device, urgent=False)
+            except (RuntimeError, MemoryError, OSError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                # No unpack waits for these yet: look less far ahead, and let the unpack ask for them.
+                self._budget.out_of_memory()
+                return False
+            for record in group:
+                record.hold_ahead()
+        current.next_ahead = position
+        return True
 
     def _begin_read(self, record: SavedStorage) -> list[Read] | Latch | None:
         """Read urgently. ``None``: it has begun; else memory ran out, and this is to be waited for before trying again.
@@ -229,11 +305,11 @@ class Fetcher:
         way are waited for, PyTorch's cache is emptied.
         """
         try:
-            record.start_read(self._device, urgent=True)
+            record.start_reads([record], self._device, urgent=True)
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
-            dropped, reads = self._prefetcher.give_up()
+            dropped, reads = self._give_up()
             if dropped or reads:
                 return reads
             # Until a byte has come free, or no write is left that could free any.
@@ -243,7 +319,7 @@ class Fetcher:
                 return [] if room is None else room
             if (accelerator := accelerator_of(self._device)) is not None:
                 accelerator.empty_cache()
-            record.start_read(self._device, urgent=True)
+            record.start_reads([record], self._device, urgent=True)
         return None
 
     def _make_room(self, record: SavedStorage) -> Latch | None:
@@ -255,7 +331,7 @@ class Fetcher:
         excess = self._accounting.counters.resident_bytes + record.nbytes - cursor.limit_bytes
         if excess <= 0:
             return None
-        self._prefetcher.drop_ahead(excess)
+        self._drop_ahead(excess)
         return self.admit(record.nbytes, cursor.limit_bytes, wanted=record)
 
     def admit(self, nbytes: int, limit_bytes: int, *, wanted: SavedStorage | None = None) -> Latch | None:
@@ -304,11 +380,56 @@ class Fetcher:
                     evicted += record.nbytes
         return evicted > 0
 
+    def _give_up(self) -> tuple[bool, list[Read]]:
+        """Memory ran out: let go of what was brought up too early.
+
+        Returns:
+            Whether any memory was given back, and the reads that must end before theirs can be.
+        """
+        self._budget.out_of_memory()
+        under_way = [
+            record.read
+            for current in self._passes
+            for record in current.records
+            if isinstance(record, SavedStorage) and record.ahead
+            if record.state is State.READING and record.read is not None
+        ]
+        dropped = self._drop_ahead()
+        _wait_until_gone(dropped)
+        return bool(dropped), under_way
+
+    def _drop_ahead(self, nbytes: int = sys.maxsize) -> list[SavedStorage]:
+        """Let go of so many bytes that were brought up before they were asked for; return what had been."""
+        dropped: list[SavedStorage] = []
+        dropped_bytes = 0
+        for current in self._passes:
+            for record in reversed(current.records):
+                if dropped_bytes >= nbytes:
+                    return dropped
+                if isinstance(record, SavedStorage) and record.ahead and record.state is State.RELOADED:
+                    record.drop_copy()
+                    record.asked_for()
+                    current.step_back(record)
+                    dropped.append(record)
+                    dropped_bytes += record.nbytes
+        return dropped
+
     def _raise_if_failed(self, record: SavedStorage) -> None:
         with self._accounting.lock:
-            error = record.take_error()
+            error, record.error = record.error, None
             if error is not None:
                 # The traceback of what is raised holds the graph, and the graph holds the record: neither the record
                 # nor we may hold the same exception.
                 self.failure = copy_of(error)
                 raise error
+
+
+def _wait_until_gone(dropped: Sequence[SavedStorage]) -> None:
+    """A worker holds what a copy has yet to reach. It lets go as soon as the device has got there."""
+    marked = [(record, record.mark) for record in dropped]
+    in_flight = [(record, mark) for record, mark in marked if mark is not None and not mark.query()]
+    for _, mark in in_flight:
+        mark.synchronize()
+    deadline_s = time.monotonic() + _MAX_WAIT_S
+    while any(record.key.alive() for record, _ in in_flight) and time.monotonic() < deadline_s:
+        time.sleep(0.001)

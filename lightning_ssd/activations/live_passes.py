@@ -12,8 +12,8 @@ from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.saved_pass import PassBegin, SavedPass
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.scheduling.clock import Clock, Stamp
-from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.overhead import CpuCosts, page_faults
+from lightning_ssd.scheduling.pass_kind import FinishedPass
 from lightning_ssd.scheduling.pass_profile import PassProfile, ProfileBook
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.recorder import Recorder
@@ -43,14 +43,6 @@ class _Seen:
     """One that has kept all of it was counted, so that peaks have what it holds."""
     num_plain: int = 0
     """Without hooks, since the last one with them."""
-
-
-def _always(nbytes: int) -> bool:
-    return True
-
-
-def _never(nbytes: int) -> bool:
-    return False
 
 
 class LivePasses:
@@ -131,7 +123,7 @@ class LivePasses:
                 return False
             if not (self._saves_nothing(signature) or self._scheduler.goes_on_keeping(signature)):
                 return False
-        if not self._needs_no_hooks(signature, _always):
+        if not self._needs_no_hooks(signature):
             return False
         current.begin = self._begin_of(current, 0)
         current.is_plain = True
@@ -170,7 +162,6 @@ class LivePasses:
                 self._passes.append(current)
             return
         counters, level_bytes = self._accounting.counters, 0
-        keeps: Callable[[int], bool] = _never
         if self._scheduler is not None and self._scheduler.returns_memory(current.signature):
             self._heap_policy.enter(HeapMode.MAP_EACH)  # what is free in the heap is not needed
         available_bytes = self._memory_of(current.signature)
@@ -184,12 +175,10 @@ class LivePasses:
             )
             if wants_trace and not self._saves_nothing(current.signature):
                 current.recorder = Recorder(self._clock, self._level)
-            keeps = current.cursor.keeps
-        elif self._kept_anyway:
-            keeps = _always
-        elif self._runs_late and available_bytes is not None:
+        elif self._runs_late and not self._kept_anyway and available_bytes is not None:
             current.limit_bytes = counters.resident_bytes + int(_SAVED_SHARE * available_bytes)
-        if current.recorder is None and self._needs_no_hooks(current.signature, keeps):
+        may_keep_all = self._kept_anyway if current.cursor is None else current.recorder is None
+        if may_keep_all and self._needs_no_hooks(current.signature, current.cursor):
             current.is_plain = True
             counters.num_plain_passes += 1
             self._last_plain = current.signature
@@ -243,16 +232,16 @@ class LivePasses:
             self._last_available += free_bytes
             self._last_level = max(self._last_level - free_bytes, 0)
 
-    def _needs_no_hooks(self, signature: Hashable, keeps: Callable[[int], bool]) -> bool:
+    def _needs_no_hooks(self, signature: Hashable, cursor: PlanCursor | None = None) -> bool:
         """Whether nothing could be learnt or moved: passes like it have been counted, and all that they saved stays.
 
         Only by signature are passes known to be alike. Now and then one is looked at again.
         """
         seen = None if signature is None else self._seen.get(signature)
         is_looked_at = self._wants_hooks() or self._accounting.recorder is not None
-        if seen is None or is_looked_at or seen.num_plain >= _MAX_PLAIN or not keeps(seen.nbytes):
+        if seen is None or is_looked_at or seen.num_plain >= _MAX_PLAIN:
             return False
-        if seen.nbytes and not seen.has_kept:
+        if (seen.nbytes and not seen.has_kept) or not (cursor is None or cursor.keeps(seen.nbytes)):
             return False
         seen.num_plain += 1
         return True
@@ -338,7 +327,7 @@ class LivePasses:
             if current.is_plain and current.is_over and not current.is_finished:
                 current.is_finished = True
                 seen = self._seen.get(current.signature)  # it keeps all that passes like it have saved
-                self._note_peak(self._accounting.counters.saved_peak_bytes if seen is None else seen.nbytes)
+                self._accounting.pass_ended(self._accounting.counters.saved_peak_bytes if seen is None else seen.nbytes)
         for current in self._passes:
             if not (all_freed or current.records or current.is_plain) and current.is_over and self._has_saved(current):
                 self._see(current)
@@ -348,17 +337,13 @@ class LivePasses:
                 continue
             current.is_finished = True
             self._see(current)
-            self._note_peak(self._accounting.window_peak_bytes if current.sizes else 0)
+            self._accounting.pass_ended(self._accounting.window_peak_bytes if current.sizes else 0)
             if current.begin is None:
                 continue
             cpu_s = self._cpu_s(current.begin)
             self._accounting.counters.cpu_s += cpu_s
             if current.cursor is not None and self._scheduler is not None:
                 self._finished.append(self._sum_up(current, current.cursor, current.begin, cpu_s))
-
-    def _note_peak(self, peak_bytes: int) -> None:
-        if peak_bytes:
-            self._accounting.pass_ended(peak_bytes)
 
     def _moved_bytes(self, begin: PassBegin) -> int:
         counters = self._accounting.counters
@@ -378,6 +363,7 @@ class LivePasses:
         end = self._clock.stamp()
         if recorder is not None:
             recorder.backward_ended()
+            recorder.stalls = tuple(current.stalls)
         highest_bytes = self._highest() if begin.highest_bytes else 0
         return FinishedPass(
             signature=current.signature,

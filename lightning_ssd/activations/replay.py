@@ -31,7 +31,7 @@ from lightning_ssd.activations.saved_storage import SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.tensors import PLAIN_TYPES
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.scheduling.pass_program import PassProgram
+from lightning_ssd.scheduling.plan_cursor import PassProgram
 from lightning_ssd.tiers.streams import PASSED
 
 if TYPE_CHECKING:

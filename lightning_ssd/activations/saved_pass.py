@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd.activations.kept_storage import KeptStorage
@@ -22,7 +21,10 @@ from lightning_ssd.scheduling.pass_profile import PassProfile, ProfileBook, stor
 from lightning_ssd.scheduling.plan_cursor import PlanCursor
 from lightning_ssd.scheduling.recorder import Recorder
 
-__all__ = ["PassBegin", "SavedPass", "SavedTensorHooks"]
+if TYPE_CHECKING:
+    from lightning_ssd.activations.tensor_cache import TensorCache
+
+__all__ = ["PassBegin", "SavedPass"]
 
 _MAX_STALLS = 4096
 _NOTHING = nullcontext()
@@ -59,29 +61,13 @@ def _explain_refusal(error: RuntimeError) -> None:
         ) from error
 
 
-class SavedTensorHooks(Protocol):
-    """The cache that keeps what passes save."""
-
-    def enter(self, current: SavedPass) -> None:
-        """A forward begins."""
-
-    def leave(self, current: SavedPass) -> None:
-        """A forward is over."""
-
-    def hooks_of(self, current: SavedPass) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Return what gives autograd something to hold in place of a tensor, and what gives the tensor back."""
-
-    def recomputed(self, current: SavedPass, sizes: Iterable[int]) -> None:
-        """A block of the pass has run again, and has saved storages of these sizes."""
-
-
 class SavedPass:
     """Holds what was saved in one forward, in order, and what backward has asked for so far.
 
     A context manager that installs the hooks. The accounting lock guards everything else.
 
     Args:
-        hooks: called as the forward begins and ends, and for each saved tensor.
+        cache: keeps what is saved; told as the forward begins and ends.
         blocks: that forward may go through.
         signature: passes with equal ones are of one kind, and learn from each other.
         recompute_all: recompute every block, whatever the plan says.
@@ -89,7 +75,7 @@ class SavedPass:
 
     def __init__(
         self,
-        hooks: SavedTensorHooks,
+        cache: TensorCache,
         *,
         blocks: Sequence[Blocks] = (),
         signature: Hashable = None,
@@ -116,7 +102,7 @@ class SavedPass:
         self.stayed: set[int] = set()  # whose memory the program was found to hold
         self.next_ahead = 0
         self.recomputed_bytes = 0  # saved again by its blocks so far
-        self._hooks = hooks
+        self._cache = cache
         self._kept: object = None  # while the forward runs
         self._num_blocks = 0
         self._installed: list[AbstractContextManager[object]] = []
@@ -127,7 +113,7 @@ class SavedPass:
 
     def __enter__(self) -> None:
         hide_from_compiler()
-        self._hooks.enter(self)
+        self._cache.enter(self)
         if self.is_plain:
             self._installed.append(_NOTHING)
             return
@@ -136,7 +122,7 @@ class SavedPass:
         with ExitStack() as stack:
             for blocks in self._blocks:
                 stack.enter_context(blocks.observe(self))
-            pack, unpack = self._hooks.hooks_of(self)
+            pack, unpack = self._cache.hooks_of(self)
             if self.recorder is not None:
                 pack, unpack = self.recorder.timed(pack), self.recorder.timed(unpack)
             stack.enter_context(saved_tensors_hooks(pack, unpack))
@@ -149,7 +135,7 @@ class SavedPass:
         self.has_failed = self.has_failed or exc_type is not None
         if not self._installed:
             if not self.is_plain:
-                self._hooks.leave(self)
+                self._cache.leave(self)
             self._kept = None
             if self.recorder is not None:
                 self.recorder.forward_ended()
@@ -199,7 +185,7 @@ class SavedPass:
 
     def block_enters(self, name: str) -> bool:
         """Whether this call of a block is to be recomputed in backward."""
-        recompute = self.recomputes_all or (self.cursor is not None and self.cursor.block(self._num_blocks))
+        recompute = self.recomputes_all or (self.cursor is not None and self._num_blocks in self.cursor.recompute)
         self._num_blocks += 1
         if self.recorder is not None:
             self.recorder.block_enters(name, recompute=recompute)
@@ -222,7 +208,7 @@ class SavedPass:
 
     def block_recomputed(self, sizes: Iterable[int]) -> None:
         """Backward has run a block again."""
-        self._hooks.recomputed(self, sizes)
+        self._cache.recomputed(self, sizes)
 
     def block_tried(self, begin_s: float, end_s: float) -> None:
         """Backward has run a block again on trial."""

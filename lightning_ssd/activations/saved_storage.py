@@ -188,10 +188,6 @@ class SavedStorage(VersionProbe):
         self.accounting.counters.bytes_forwarded += self.nbytes
         return True
 
-    def start_read(self, device: torch.device, *, urgent: bool) -> None:
-        """AWAY -> READING; see :meth:`start_reads`."""
-        self.start_reads([self], device, urgent=urgent)
-
     @staticmethod
     def start_reads(records: Sequence[SavedStorage], device: torch.device, *, urgent: bool) -> None:
         """AWAY -> READING, in one job of the tier that has them. On a device, and where it is urgent, allocates in the
@@ -218,11 +214,6 @@ class SavedStorage(VersionProbe):
             if before is State.LEAVING:  # its former memory has gone, only it was not looked at yet
                 record.accounting.vacate(record)
             record.accounting.occupy(record)
-
-    def promote_read(self) -> None:
-        """Make the read that is under way urgent: a thread waits for it."""
-        if self.stored is not None and self.read is not None:
-            self.stored.tier.promote(self.read)
 
     def drop_copy(self) -> None:
         """RELOADED -> LEAVING: the tier still has the bytes."""
@@ -383,11 +374,6 @@ class SavedStorage(VersionProbe):
         if is_refused and self.home is not None:
             self.accounting.has_no_memory = True
             self.home.step_back(self)
-
-    def take_error(self) -> BaseException | None:
-        """Return why the last read has failed, to be raised."""
-        error, self.error = self.error, None
-        return error
 
 
 class Lease:

@@ -3,7 +3,7 @@
 Parameters and buffers are skipped by storage, whatever view they come in; small tensors and everything that is
 not a plain dense tensor of our device are kept; the rest goes to the tier once per storage and version. See
 ``saved_storage.py`` for the life of one storage, ``saved_pass.py`` for what one pass teaches the next, and
-``prefetcher.py`` for what is brought up ahead.
+``fetcher.py`` for what is brought up ahead.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.scheduling.clock import clock_of
 from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
-from lightning_ssd.scheduling.pass_program import KEEPS_ALL, NOTHING_KNOWN, PassProgram
+from lightning_ssd.scheduling.plan_cursor import KEEPS_ALL, NOTHING_KNOWN, PassProgram
 from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.scheduling.stalls import Stalls
 from lightning_ssd.telemetry.events import EventLog
@@ -103,7 +103,7 @@ class TensorCache:
         recompute: recompute every block, whatever is planned.
         heap_policy: told what becomes of freed memory: before each pass, and when one finds too little room.
         weights: told when backward asks for one that waits on a drive between its uses.
-        meter: of the rates of the drives; default: one that knows nothing before the run has told.
+        meter: of the rates of the drives; ``None``: there are none.
         cpu: what workers and page faults take from the computation; ``None``: nothing.
     """
 
@@ -126,9 +126,9 @@ class TensorCache:
         self.accounting = MemoryAccounting(self._heap_policy.look)
         self._counters = self.accounting.counters
         self._tiers = tiers
-        # Without a probe: before the drive has told its rate, or the user, nothing is kept for it.
-        self._meter = meter or (None if tiers.ssd is None else BandwidthMeter(tiers.ssd))
-        self._device = device
+        self._meter = meter
+        self.device = device
+        """Only tensors of this device are moved."""
         self.min_nbytes = max(min_tensor_nbytes, 1)
         """Smaller storages stay, and are not counted one by one."""
         self.copies = copies
@@ -192,14 +192,14 @@ class TensorCache:
         """In use, as if all weights were in memory that may be there at a time: they come and go, and a plan that was
         made without them would need their room.
         """
-        return level_bytes(self._device) + self._weights_to_come_bytes
+        return level_bytes(self.device) + self._weights_to_come_bytes
 
     def _available_bytes(self) -> int | None:
         """That could still be had besides these weights; ``None``: unknown."""
         if self.is_capturing():
             return None
         with suppress(OSError):  # out of file descriptors, say: it is as it was when it was last known
-            self._known_available_bytes = available_bytes(self._device)
+            self._known_available_bytes = available_bytes(self.device)
         available = self._known_available_bytes
         return None if available is None else max(available - self._weights_to_come_bytes, 0)
 
@@ -372,7 +372,7 @@ class TensorCache:
     def abort(self) -> None:
         """A step has failed: keep what is queued, and raise nothing at close over the error that is under way."""
         self.cancel_writes()
-        self.fetcher.abort()
+        self.fetcher.failure = None  # another error is under way
         self._warned_of_writes = True
 
     def is_free_within(self, timeout_s: float) -> bool:
@@ -415,7 +415,7 @@ class TensorCache:
             self._passes.count_again()
             self.accounting.recorder = recorder = StepRecorder(
                 step,
-                partial(level_bytes, self._device),
+                partial(level_bytes, self.device),
                 expected_s=expected_s,
                 resident_bytes=self.accounting.counters.resident_bytes,
                 saved_bytes=self.accounting.saved_bytes,
@@ -431,7 +431,7 @@ class TensorCache:
         """
         if self._has_weights() or self._passes.num_open > 1 or len(self._training_threads()) > 1:
             return None
-        return self.parameters.gradient_bytes_on(self._device)
+        return self.parameters.gradient_bytes_on(self.device)
 
     def _training_threads(self) -> list[threading.Thread]:
         return [thread for thread in list(self._threads.values()) if thread.is_alive()]
@@ -471,11 +471,6 @@ class TensorCache:
         for tier in (self._tiers.ssd, self._tiers.host):
             if tier is not None:
                 tier.flush()
-
-    @property
-    def device(self) -> torch.device:
-        """Only tensors of this device are moved."""
-        return self._device
 
     @property
     def is_foreign(self) -> bool:
@@ -548,7 +543,7 @@ class TensorCache:
         if self.is_capturing():
             return False
         return (
-            tensor.device == self._device
+            tensor.device == self.device
             and tensor.layout is torch.strided
             and not tensor.is_quantized
             and not tensor.is_nested
@@ -572,7 +567,7 @@ class TensorCache:
             if share is not None:
                 packed = *keep(tensor), share
                 self._heap_policy.look(self.accounting.counters.bytes_come)
-                if self._device.type == "cpu":  # the work that a device has queued hides so short a time
+                if self.device.type == "cpu":  # the work that a device has queued hides so short a time
                     self._count_hook(begin_s, waited_s, None)
                 return packed
         # All that PyTorch is asked for comes first: it lets go of the GIL, which a worker that has just been told of a
@@ -587,7 +582,7 @@ class TensorCache:
                     lease = lease or self._open(current, tensor, storage, new, placement)
                     lease.record.num_tensors += 1
                     break
-            if not self.fetcher.wait_for_room(current, nbytes, room):
+            if not self.fetcher.wait_for_room(nbytes, room):
                 return keep(tensor)
         self._heap_policy.look(self.accounting.counters.bytes_come)
         self._run_ahead.wait()
@@ -792,7 +787,7 @@ class TensorCache:
         self.check_process()
         lease, probe, origin = packed.lease, packed.probe, packed.origin
         if (version := probe.version) != probe.saved:
-            description = packed.dtype, self._device, torch.Size(packed.size)
+            description = packed.dtype, self.device, torch.Size(packed.size)
             raise inplace_error(description, origin, version=version, expected=probe.saved)
         begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
         storage = self.fetcher.fetch(lease.record)

@@ -37,12 +37,13 @@ from lightning_ssd.common.validation import parse_size
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.planning.candidates import windows
+from lightning_ssd.planning.lifetimes import Lifetimes
 from lightning_ssd.planning.machine_profile import MachineProfile
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, PlanObjective, Prediction, TierRates
 from lightning_ssd.planning.planner import TOLERANCE, BudgetTooSmall, make_plan
 from lightning_ssd.planning.recompute_trace import recomputable, recomputed
-from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.planning.simulator import predict
 from lightning_ssd.planning.trace import Trace
 from lightning_ssd.planning.what_fits import Choice, Fit, ModelSize, choose, fit, largest
 from lightning_ssd.scheduling.memory_limits import MIN_RELIEF
@@ -192,16 +193,15 @@ def _modes(task: _Task, budget_bytes: int | None, problems: list[str]) -> Iterat
 
 
 def _kept(trace: Trace, tiers: Machine) -> Prediction:
-    return simulate(trace, [Placement.KEEP] * len(trace.storages), tiers, limit_bytes=None, ahead_bytes=0).prediction
+    kept = [Placement.KEEP] * len(trace.storages)
+    return predict(Lifetimes(trace), kept, tiers, limit_bytes=None, ahead_bytes=0)
 
 
 def _moved(trace: Trace, tiers: Machine) -> Prediction:
     """All that can be, with the least look-ahead that costs no time."""
     placements = [Placement.SSD if storage.movable else Placement.KEEP for storage in trace.storages]
-    sizes = [storage.nbytes for storage in trace.storages if storage.movable]
-    played = [
-        simulate(trace, placements, tiers, limit_bytes=None, ahead_bytes=ahead).prediction for ahead in windows(sizes)
-    ]
+    sizes, lives = [storage.nbytes for storage in trace.storages if storage.movable], Lifetimes(trace)
+    played = [predict(lives, placements, tiers, limit_bytes=None, ahead_bytes=ahead) for ahead in windows(sizes)]
     fastest_s = min(prediction.step_s for prediction in played)
     return min((p for p in played if p.step_s <= TOLERANCE * fastest_s), key=lambda p: p.peak_bytes)
 
@@ -313,8 +313,10 @@ def _budget_bytes(budget: str, keep_bytes: int) -> int:
 
 def _life(task: _Task, written_bytes: float, step_s: float) -> float | None:
     """Return days until the first drive reaches its rating; ``None``: no drive is rated."""
-    machine = task.described.machine
-    drive = Drive(task.described.hardware.drive_endurance_nbytes, share=1 / machine.num_drives)
+    machine, rating = task.described.machine, task.described.hardware.drive_endurance_nbytes
+    if rating is None:
+        return None
+    drive = Drive(rating, share=1 / machine.num_drives)
     return life_days([drive], int(written_bytes * machine.num_devices), step_s)
 
 

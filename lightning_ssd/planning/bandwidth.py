@@ -5,10 +5,6 @@ A *channel* is one direction of one tier. A probe sees a short burst into an emp
 
 from __future__ import annotations
 
-import math
-
-from lightning_ssd.errors import ConfigError
-
 __all__ = ["BAND", "MIN_SAMPLE_BYTES", "RateEstimate", "first_guess", "leaves_band"]
 
 BAND = 0.15
@@ -21,9 +17,9 @@ _RISE = 0.2
 """How far the estimate goes up towards two samples above it."""
 
 
-def leaves_band(value: float, reference: float, width: float = BAND) -> bool:
-    """Whether ``value`` is further from ``reference`` than ``width`` times it."""
-    return abs(value - reference) > width * reference
+def leaves_band(value: float, reference: float) -> bool:
+    """Whether ``value`` is further from ``reference`` than the band is wide."""
+    return abs(value - reference) > BAND * reference
 
 
 def first_guess(probed: float, expected: float) -> float:
@@ -59,8 +55,6 @@ class RateEstimate:
     """
 
     def __init__(self, probed: float = 0.0) -> None:
-        if not 0 <= probed < math.inf:
-            raise ConfigError(f"RateEstimate.probed={probed!r}; give bytes per second, 0 if unknown")
         self._estimate = probed
         self._last = 0.0
         self._pooled_bytes, self._pooled_s = 0, 0.0
@@ -76,12 +70,7 @@ class RateEstimate:
         Args:
             nbytes: bytes that it moved.
             busy_s: seconds in which at least one transfer was under way.
-
-        Raises:
-            ConfigError: if one of them is negative or not finite.
         """
-        if nbytes < 0 or not 0 <= busy_s < math.inf:
-            raise ConfigError(f"RateEstimate.sample({nbytes!r}, {busy_s!r}); give bytes and seconds of at least 0")
         self._pooled_bytes += nbytes
         self._pooled_s += busy_s
         if self._pooled_bytes < MIN_SAMPLE_BYTES or self._pooled_s <= 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_ssd.planning.trace import Trace, TracedStorage
 
@@ -28,7 +28,7 @@ class Lifetimes:
         ValueError: the trace's ``order`` does not name exactly those storages that are wanted back, each once.
     """
 
-    __slots__ = ("end_s", "events", "is_released", "is_simple", "moved_bytes", "order", "position", "sizes", "wanted")
+    __slots__ = ("end_s", "events", "is_released", "is_simple", "moved_bytes", "order", "position", "sizes")
 
     def __init__(self, trace: Trace) -> None:
         storages = trace.storages
@@ -41,7 +41,6 @@ class Lifetimes:
         self.end_s, self.moved_bytes = trace.end_s, trace.moved_bytes
         self.sizes = [s.nbytes for s in storages]
         self.order = list(trace.order)
-        self.wanted = [s.wanted_s is not None for s in storages]
         self.position = [-1] * len(storages)
         for position, index in enumerate(trace.order):
             self.position[index] = position
@@ -108,18 +107,9 @@ class Units:
         merged = sorted(((_merged([storages[i] for i in g]), tuple(g)) for g in groups), key=lambda m: m[0].packed_s)
         united = tuple(storage for storage, _ in merged)
         wants = sorted((s.wanted_s, i) for i, s in enumerate(united) if s.wanted_s is not None)
-        order = tuple(i for _, i in wants)
-        group_trace = Trace(
-            storages=united,
-            order=order,
-            blocks=trace.blocks,
-            forward_end_s=trace.forward_end_s,
-            end_s=trace.end_s,
-            other_peak_bytes=trace.other_peak_bytes,
-            recomputed=trace.recomputed,
-            moved_bytes=trace.moved_bytes,
+        return Units(
+            replace(trace, storages=united, order=tuple(i for _, i in wants)), tuple(members for _, members in merged)
         )
-        return Units(group_trace, tuple(members for _, members in merged))
 
 
 def _merged(storages: Sequence[TracedStorage]) -> TracedStorage:

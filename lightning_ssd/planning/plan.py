@@ -61,8 +61,6 @@ class Prediction:
     read_bytes: int
     host_bytes: int = 0
     """Bytes that went to host memory."""
-    forwarded_bytes: int = 0
-    """Bytes wanted back before their write had ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

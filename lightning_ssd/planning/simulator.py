@@ -22,79 +22,31 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_ssd.planning.lifetimes import EventKind, Lifetimes
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, Prediction, TierRates
-from lightning_ssd.planning.trace import Trace
 
-__all__ = ["LEAST_SHARE", "PlayedStall", "PlayedTransfer", "Timeline", "moving_cost_s", "predict", "simulate"]
+__all__ = ["LEAST_SHARE", "Played", "moving_cost_s", "predict"]
 
 LEAST_SHARE = 0.1
 """Share of a traced pass' length: below this no cost of moving, learnt from times that scatter, makes a pass."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlayedTransfer:
-    """One move. Times in seconds since the pass began, stalls included."""
+class Played(NamedTuple):
+    """One fact of a played pass, for tests. Times in seconds since the pass began, stalls included."""
 
-    placement: Placement
-    """SSD or HOST."""
-    direction: str
-    """"write" or "read"."""
-    index: int
+    what: str
+    """"write" or "read": one move; "room" or "late": the training thread waits for memory, or for bytes; "resident":
+    saved activations in memory from ``start_s`` on."""
     start_s: float
     end_s: float
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlayedStall:
-    """The training thread waits."""
-
-    start_s: float
-    end_s: float
-    index: int
-    reason: str
-    """"room" (for memory, in forward) or "read" (for bytes, in backward)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """A played pass."""
-
-    prediction: Prediction
-    transfers: tuple[PlayedTransfer, ...]
-    """In the order in which they were issued; cancelled ones are not among them."""
-    stalls: tuple[PlayedStall, ...]
-    resident: tuple[tuple[float, int], ...]
-    """(time, bytes): resident saved activations from this time on."""
-
-
-def simulate(
-    trace: Trace,
-    placements: Sequence[Placement],
-    machine: Machine,
-    *,
-    limit_bytes: int | None,
-    ahead_bytes: int,
-) -> Timeline:
-    """Play a pass in full detail.
-
-    Args:
-        trace: of the pass.
-        placements: one per storage: KEEP, HOST or SSD. (``recompute_trace.py`` makes the trace of recomputed blocks.)
-        machine: the tiers.
-        limit_bytes: of resident saved activations; ``None``: none.
-        ahead_bytes: how much may be brought up before it is asked for.
-
-    Raises:
-        ValueError: the placements do not fit the trace, or name a tier that is not there or whose rates are unknown.
-    """
-    log = _Log()
-    prediction = _Replay(Lifetimes(trace), placements, machine, limit_bytes, ahead_bytes, log).play()
-    return Timeline(prediction, tuple(log.transfers), tuple(log.stalls), tuple(log.resident))
+    number: int = -1
+    """The storage, by its place in the pass."""
+    placement: Placement = Placement.KEEP
+    """The tier of a move."""
 
 
 def predict(
@@ -104,16 +56,22 @@ def predict(
     *,
     limit_bytes: int | None,
     ahead_bytes: int,
+    log: list[Played] | None = None,
 ) -> Prediction:
-    """The sums alone, faster than :func:`simulate`; for searches."""
-    return _Replay(lives, placements, machine, limit_bytes, ahead_bytes, None).play()
+    """Play a pass.
 
+    Args:
+        lives: of the pass.
+        placements: one per storage: KEEP, HOST or SSD. (``recompute_trace.py`` makes the trace of recomputed blocks.)
+        machine: the tiers.
+        limit_bytes: of resident saved activations; ``None``: none.
+        ahead_bytes: how much may be brought up before it is asked for.
+        log: gets the moves in the order in which they are issued (cancelled ones are not among them), stalls, levels.
 
-@dataclass(slots=True)
-class _Log:
-    transfers: list[PlayedTransfer] = field(default_factory=list)
-    stalls: list[PlayedStall] = field(default_factory=list)
-    resident: list[tuple[float, int]] = field(default_factory=list)
+    Raises:
+        ValueError: the placements do not fit the trace, or name a tier that is not there or whose rates are unknown.
+    """
+    return _Replay(lives, placements, machine, limit_bytes, ahead_bytes, log).play()
 
 
 class _State(enum.IntEnum):
@@ -167,7 +125,7 @@ class _Replay:
         machine: Machine,
         limit: int | None,
         ahead: int,
-        log: _Log | None,
+        log: list[Played] | None,
     ) -> None:
         self.lives, self.limit, self.window, self.log = lives, limit, ahead, log
         self.lanes, self.lane_of = _lanes(placements, machine, len(lives.sizes))
@@ -175,13 +133,13 @@ class _Replay:
         self.state = [_ABSENT] * len(lives.sizes)
         self.released = list(lives.is_released)
         self.read_end = [0.0] * len(lives.sizes)
-        self.resident = self.peak = self.ahead = self.forwarded = self.next_ahead = 0
+        self.resident = self.peak = self.ahead = self.next_ahead = 0
         self.stall = 0.0
 
     def play(self) -> Prediction:
         """From the first event to the last."""
         state, lane_of, sizes = self.state, self.lane_of, self.lives.sizes
-        lanes, limit, log = self.lanes, self.limit, self.log
+        lanes, limit = self.lanes, self.limit
         for clock, kind, index in self.lives.events:
             now = clock + self.stall
             for lane in lanes:
@@ -203,11 +161,6 @@ class _Replay:
                     self._leave(index, now, _OUT)
             else:
                 self._free(index, now)
-        if log is not None:
-            log.resident.append((self.lives.end_s + self.stall, self.resident))
-        return self._prediction()
-
-    def _prediction(self) -> Prediction:
         by_placement = {lane.placement: lane for lane in self.lanes}
         ssd, host = by_placement.get(Placement.SSD), by_placement.get(Placement.HOST)
         return Prediction(
@@ -217,7 +170,6 @@ class _Replay:
             written_bytes=0 if ssd is None else ssd.write_bytes,
             read_bytes=0 if ssd is None else ssd.read_bytes,
             host_bytes=0 if host is None else host.write_bytes,
-            forwarded_bytes=self.forwarded,
         )
 
     # -- writes --------------------------------------------------------------------------------------------------
@@ -237,7 +189,7 @@ class _Replay:
             if not lane.begun:
                 lane.begun = True
                 lane.write_bytes += self.lives.sizes[index]
-                self._note(lane, "write", index, start, end)
+                self._note("write", start, end, index, lane.placement)
             if end > now:
                 return
             queue.popleft()
@@ -273,16 +225,14 @@ class _Replay:
     def _unpack(self, index: int, now: float) -> None:
         """Hand the storage over, then look ahead."""
         state, begin = self.state, now
-        if state[index] == _LEAVING or state[index] == _WRITTEN:
-            self.forwarded += self.lives.sizes[index]
-        elif state[index] == _OUT:
+        if state[index] == _OUT:
             now = self._read(index, now)
         elif state[index] == _AHEAD:
             self.ahead -= self.lives.sizes[index]
             now = max(now, self.read_end[index])
         state[index] = _READY
         if now > begin:
-            self._stalled(begin, now, index, "read")
+            self._stalled(begin, now, index, "late")
             for lane in self.lanes:
                 self._settle(lane, now)
         self.next_ahead = max(self.next_ahead, self.lives.position[index] + 1)
@@ -298,7 +248,7 @@ class _Replay:
         start = max(now, lane.read_free_s)
         lane.read_free_s = end = start + self.lives.sizes[index] / lane.read_rate
         lane.read_bytes += self.lives.sizes[index]
-        self._note(lane, "read", index, start, end)
+        self._note("read", start, end, index, lane.placement)
         return end
 
     def _look_ahead(self, now: float) -> None:
@@ -313,8 +263,6 @@ class _Replay:
                     if self.limit is not None and self.resident + sizes[index] > self.limit:
                         return
                     self.read_end[index] = self._read(index, now)
-                else:
-                    self.forwarded += sizes[index]
                 self.ahead += sizes[index]
                 state[index] = _AHEAD
             elif where == _ABSENT and self.lane_of[index] is not None:
@@ -328,13 +276,13 @@ class _Replay:
         if self.resident > self.peak:
             self.peak = self.resident
         if self.log is not None:
-            self.log.resident.append((now, self.resident))
+            self.log.append(Played("resident", now, now, self.resident))
 
     def _leave(self, index: int, now: float, state: int) -> None:
         self.state[index] = state
         self.resident -= self.lives.sizes[index]
         if self.log is not None:
-            self.log.resident.append((now, self.resident))
+            self.log.append(Played("resident", now, now, self.resident))
 
     def _free(self, index: int, now: float) -> None:
         if self.state[index] == _AHEAD:
@@ -348,13 +296,12 @@ class _Replay:
 
     def _stalled(self, begin: float, end: float, index: int, reason: str) -> None:
         self.stall += end - begin
-        if self.log is not None and end > begin:
-            self.log.stalls.append(PlayedStall(begin, end, index, reason))
+        if end > begin:
+            self._note(reason, begin, end, index)
 
-    def _note(self, lane: _Lane, direction: str, index: int, start: float, end: float) -> None:
+    def _note(self, what: str, start: float, end: float, index: int, placement: Placement = Placement.KEEP) -> None:
         if self.log is not None:
-            nbytes = self.lives.sizes[index]
-            self.log.transfers.append(PlayedTransfer(lane.placement, direction, index, start, end, nbytes))
+            self.log.append(Played(what, start, end, self.lives.sizes[index], index, placement))
 
 
 def moving_cost_s(lives: Lifetimes, placements: Sequence[Placement], machine: Machine) -> float:

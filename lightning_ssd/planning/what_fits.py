@@ -9,7 +9,7 @@ from typing import Literal
 from lightning_ssd.planning.plan import Prediction, TierRates
 from lightning_ssd.planning.update_memory import NUM_SLOTS, update_bytes
 
-__all__ = ["NUM_STATES", "Choice", "Fit", "ModelSize", "UnitSize", "choose", "even_model", "fit", "largest"]
+__all__ = ["NUM_STATES", "Choice", "Fit", "ModelSize", "UnitSize", "choose", "fit", "largest"]
 
 _Choice = Literal["keep", "offload"]
 NUM_STATES = 2
@@ -65,28 +65,6 @@ class Fit:
     def io_s(self, drives: TierRates) -> float:
         """Return the seconds of a step that only moves, reads and writes one after the other."""
         return self.read_bytes / drives.read_bytes_per_s + self.written_bytes / drives.write_bytes_per_s
-
-
-def even_model(
-    *, num_parameters: float, num_blocks: int, trained_share: float = 1.0, weight_bytes: int = 2, num_backwards: int = 1
-) -> ModelSize:
-    """A model of equal blocks and nothing else.
-
-    Args:
-        num_parameters: adapters counted in.
-        num_blocks: at least 1.
-        trained_share: of the parameters; small for LoRA.
-        weight_bytes: per parameter: 2 in bfloat16, 4 in float32; a gradient takes as much.
-        num_backwards: per update.
-    """
-    block_bytes = weight_bytes * num_parameters / num_blocks
-    block = UnitSize(weight_bytes=block_bytes, trained_bytes=trained_share * block_bytes)
-    return ModelSize(
-        units=(block,) * num_blocks,
-        staying=UnitSize(weight_bytes=0, trained_bytes=0),
-        state_bytes=NUM_STATES * num_blocks * block.trained_bytes,
-        num_backwards=num_backwards,
-    )
 
 
 def fit(

@@ -7,17 +7,21 @@ for the first time, so that the next one is traced and planned for as well.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from lightning_ssd.common.task import Task
 from lightning_ssd.planning.plan import Machine, Plan, PlanObjective
 from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.scheduling.drift import DriftDetector
 from lightning_ssd.scheduling.memory_limits import NonActivationMemory
-from lightning_ssd.scheduling.overhead import OverheadModel
-from lightning_ssd.scheduling.plan_cursor import StoredPlan
+from lightning_ssd.scheduling.overhead import Overhead, OverheadModel
+from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
+from lightning_ssd.scheduling.recorder import Recorder
+from lightning_ssd.scheduling.stalls import stall_seconds
 
-__all__ = ["PassKind", "PlanInProgress", "TracedPass"]
+__all__ = ["FinishedPass", "PassKind", "PlanInProgress", "TracedPass"]
 
 _MAX_PLANS = 8
 _MAX_PASSED_OVER = 8
@@ -46,6 +50,43 @@ class TracedPass:
         """Return the pass that a plan was made from, as if it had followed this plan."""
         prediction = known.plan.prediction
         return TracedPass(known.sizes, known.trace, prediction.peak_bytes, prediction.written_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedPass:
+    """A pass whose backward is over."""
+
+    signature: Hashable
+    sizes: tuple[int, ...]
+    cursor: PlanCursor
+    recorder: Recorder | None
+    refused: frozenset[str] = frozenset()
+    """Names of blocks that cannot be recomputed exactly."""
+    clock: Clock
+    begin: Stamp
+    end: Stamp
+    level_bytes: int
+    """All memory in use when it began, but saved tensors."""
+    stalls: tuple[tuple[Stamp, Stamp], ...]
+    """Begin and end of each wait for a transfer."""
+    hook_s: float = 0.0
+    """Time of the training thread inside the hooks, without these waits; with what recording took."""
+    cpu_s: float = 0.0
+    """That workers and page faults took from the computation meanwhile."""
+    peak_bytes: int
+    """Resident saved activations at the worst moment."""
+    written_bytes: int
+    read_bytes: int
+    moved_bytes: int = 0
+    """That went to a drive or to host memory."""
+    highest_bytes: int = 0
+    """All memory in use at the worst moment; 0 where no limit asks for it, or an earlier pass had as much."""
+
+    def overhead(self) -> Overhead:
+        """Return what moving took from the pass, by cause. What recording it took is none of it."""
+        stall_s = sum(stall_seconds(self.clock, begin, end) for begin, end in self.stalls)
+        hook_s = self.hook_s if self.recorder is None else self.recorder.hook_s(self.end)
+        return Overhead(stall_s=stall_s, hook_s=hook_s, cpu_s=self.cpu_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Plan, PlanObjective, TierRates
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.scheduling.pass_program import NOTHING_KNOWN, PassProgram
 
-__all__ = ["PlanCursor", "StoredPlan"]
+__all__ = ["KEEPS_ALL", "NOTHING_KNOWN", "PassProgram", "PlanCursor", "StoredPlan"]
 
 _FULL = 1.25
 """Where the room was too small, so many times the room may be resident, because the rest is on its way out."""
+
+
+class PassProgram(NamedTuple):
+    """The expected course of a pass."""
+
+    sizes: tuple[int, ...]
+    """Bytes of its storages, in pack order."""
+    stays: bytes
+    """For each of them 1 if it stays, else 0."""
+    drives: bytes = b""
+    """For each of them 1 if it goes to a drive, else 0: to the first tier that has room. Empty: none does."""
+    keeps_all: bool = False
+    """Nothing can move, so that sizes need not be known."""
+
+
+NOTHING_KNOWN = PassProgram((), b"")
+KEEPS_ALL = PassProgram((), b"", keeps_all=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +46,6 @@ class StoredPlan:
     plan: Plan
     program: PassProgram = field(init=False, repr=False, compare=False)
     """Course of a pass that follows it. Worked out once: every pass asks."""
-    moves: bool = field(init=False, repr=False, compare=False)
-    """Whether it keeps less than everything."""
 
     def __post_init__(self) -> None:
         places = self.plan.placements
@@ -40,7 +55,11 @@ class StoredPlan:
             drives=bytes([place is Placement.SSD for place in places]),
         )
         object.__setattr__(self, "program", program)
-        object.__setattr__(self, "moves", self.plan.moves)
+
+    @property
+    def moves(self) -> bool:
+        """Whether it keeps less than everything. Every pass asks."""
+        return bool(self.plan.recompute) or 0 in self.program.stays
 
     @property
     def predicted_overhead(self) -> float:
@@ -144,10 +163,6 @@ class PlanCursor:
             and self.limit_bytes is None
             and 2 * nbytes <= self._room_bytes
         )
-
-    def block(self, index: int) -> bool:
-        """Return whether the block call with this number is recomputed."""
-        return index in self.recompute
 
     @property
     def followed(self) -> StoredPlan | None:

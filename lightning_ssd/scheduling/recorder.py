@@ -96,7 +96,8 @@ class Recorder:
         self._calls: list[_Call] = []
         self._block = -1
         self._wanted_block = -1
-        self._stalls: list[tuple[Stamp, Stamp]] = []
+        self.stalls: Sequence[tuple[Stamp, Stamp]] = ()
+        """Begin and end of each wait for a transfer."""
         self._watched: deque[_Seen] = deque()
         self._own: list[tuple[float, float]] = []  # when we were at work
         self._hooks: list[tuple[float, float]] = []  # when hooks were, we among them
@@ -157,10 +158,6 @@ class Recorder:
         seen = self._seen[index]
         if seen.freed_s is None:
             seen.freed_s = self._now()
-
-    def stalled(self, begin: Stamp, end: Stamp) -> None:
-        """The training thread has waited."""
-        self._stalls.append((begin, end))
 
     def forward_ended(self) -> None:
         """The hooks are off."""
@@ -255,7 +252,7 @@ class Recorder:
         """
         device = self._device(end)
         spent_s, own_s = (sum(map(device.lost_s, spans)) for spans in (self._hooks, self._own))
-        stalls = [] if self._clock.lag else self._since_begin(self._stalls)
+        stalls = [] if self._clock.lag else self._since_begin(self.stalls)
         return max(spent_s - own_s - sum(stop_s - begin_s for begin_s, stop_s in stalls), 0.0)
 
     def trace(self, end: Stamp, refused: Collection[str] = ()) -> Trace:
@@ -267,7 +264,7 @@ class Recorder:
         """
         device = self._device(end)
         own = [(device.at(span[0]), device.at(span[0]) + device.lost_s(span)) for span in self._own]
-        waited = _merged([*self._since_begin(self._stalls), *own])
+        waited = _merged([*self._since_begin(self.stalls), *own])
         begins_s = [begin_s for begin_s, _, _ in waited]
 
         def without_waits(passed_s: float) -> float:

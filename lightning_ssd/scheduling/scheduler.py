@@ -18,17 +18,17 @@ from dataclasses import replace
 from lightning_ssd.common.collectives import AllReduceMin
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.interrupts import deferring_interrupts
+from lightning_ssd.planning.lifetimes import Lifetimes
 from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, recomputing_budget, smallest_budget
 from lightning_ssd.planning.recompute_trace import inner_bytes, with_inner
-from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.planning.simulator import predict
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.scheduling.agreement import Agreement
+from lightning_ssd.scheduling.agreement import agreed
 from lightning_ssd.scheduling.drift import Measured, is_worth_switching
-from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.memory_limits import MIN_RELIEF, Limits, MemoryConstraints
 from lightning_ssd.scheduling.overhead import Overhead
-from lightning_ssd.scheduling.pass_kind import PassKind, TracedPass
+from lightning_ssd.scheduling.pass_kind import FinishedPass, PassKind, TracedPass
 from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
 from lightning_ssd.scheduling.plan_maker import PlanMaker
 from lightning_ssd.scheduling.plan_report import DAY_S, Comparison, PlanReport
@@ -68,7 +68,9 @@ class Scheduler:
         self.comparison = Comparison()
         self._constraints = constraints
         self._measure = machine
-        self._agreement = Agreement(agree)
+        self._agree = agree
+        self._agreed: Machine | None = None  # rates that were agreed on last
+        self._num_borders = 0
         self._limits = Limits(constraints, num_sharing=num_sharing)
         self._kinds: OrderedDict[Hashable, PassKind] = OrderedDict()
         self._unread: deque[FinishedPass] = deque()
@@ -199,9 +201,10 @@ class Scheduler:
         Raises:
             BudgetError: the budget cannot be kept by any plan.
         """
-        agree = self._agreement.border()
-        if agree is not None:
-            self._agree_with_others(agree)
+        self._num_borders += 1
+        # With the 1st, 2nd, 4th ... Every process counts them alike, so that all meet here.
+        if self._agree is not None and self._num_borders & (self._num_borders - 1) == 0:
+            self._agree_with_others(self._agree)
         self._poll()
         self._tell()
         while self._rested:  # the machine may have been busy when moving was given up
@@ -293,7 +296,7 @@ class Scheduler:
             kind.ask_for_trace()
 
     def _submit(self, kind: PassKind, traced: TracedPass) -> None:
-        goal, machine = self._goal(traced.trace, kind), self._agreement.machine or self._own_machine(kind)
+        goal, machine = self._goal(traced.trace, kind), self._agreed or self._own_machine(kind)
         self.unusable = (machine.ssd or _NOTHING).unusable or self.unusable
         traced = replace(traced, trace=with_inner(traced.trace, kind.inner_bytes))
         self._planned.append(kind)
@@ -319,7 +322,7 @@ class Scheduler:
     @property
     def machine(self) -> Machine:
         """The rates to plan with: those that the processes have agreed on, else our own."""
-        return self._agreement.machine or self._own_machine(self._kind)
+        return self._agreed or self._own_machine(self._kind)
 
     def _own_machine(self, kind: PassKind) -> Machine:
         """Return the rates as they are known here, with what moving costs passes of this kind."""
@@ -332,7 +335,7 @@ class Scheduler:
         is_asked = self._constraints.has_budget and limit is not None and self._peak_bytes > limit
         if is_asked and self.trace is not None and self.trace.storages:
             floor = smallest_budget(self.trace, machine, self._goal(self.trace, self._kind))
-        self._limits.agreed, largest = self._agreement.meet(agree, machine, limit_bytes=limit, floor_bytes=floor)
+        self._agreed, self._limits.agreed, largest = agreed(agree, machine, limit_bytes=limit, floor_bytes=floor)
         if largest > self._limits.agreed:
             less = None
             if self.trace is not None and floor == largest:  # another process' trace is not known here
@@ -446,9 +449,9 @@ class Scheduler:
     def _better(old: StoredPlan, new: StoredPlan, machine: Machine) -> StoredPlan:
         """Return the new plan, or the old one with its prediction brought up to date."""
         limit = new.goal.budget_bytes
-        prediction = simulate(
-            new.trace, old.plan.placements, machine, limit_bytes=limit, ahead_bytes=old.plan.ahead_bytes
-        ).prediction
+        prediction = predict(
+            Lifetimes(new.trace), old.plan.placements, machine, limit_bytes=limit, ahead_bytes=old.plan.ahead_bytes
+        )
         max_step_s = None if limit is not None else new.goal.max_slowdown * new.plan.keep_step_s
         if is_worth_switching(prediction, new.plan.prediction, limit_bytes=limit, max_step_s=max_step_s):
             return new

@@ -1,49 +1,37 @@
-"""Directories that spill files lie in: the user's, judged before use, and ours in them, which no other user gets into.
-
-Anonymous files do not keep a directory from being removed. So each holder of a directory of ours has a shared lock on
-it (``flock``), which the kernel drops however a process ends.
-"""
+"""Directories of spill files: the user's, which are made and judged before use."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
-import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from lightning_ssd.common.formatting import escape_control
-from lightning_ssd.errors import ConfigError, StorageError, UnsuitablePathError
-from lightning_ssd.storage.filesystem import cannot_be_made, make_directory, refuse_unsuitable
+from lightning_ssd.errors import ConfigError, UnsuitablePathError
+from lightning_ssd.storage.filesystem import make_directory
 
 __all__ = [
-    "MAX_VANISHED",
-    "HeldDirectory",
     "created_directories",
     "missing_parts",
-    "open_private",
     "warn_shared_filesystem",
 ]
 
 _log = logging.getLogger(__name__)
 
-# -- the user's ------------------------------------------------------------------------------------------------------
-
 
 @contextmanager
-def created_directories(paths: Sequence[Path], *, allow_unsuitable: bool) -> Iterator[None]:
+def created_directories(paths: Sequence[Path]) -> Iterator[None]:
     """Around what is opened in the directories: those that were missing are there, and go again where it fails.
 
     Args:
         paths: one directory per drive, as the user wrote them.
-        allow_unsuitable: accept memory and network file systems.
 
     Raises:
-        UnsuitablePathError: one cannot be made, or cannot serve.
+        UnsuitablePathError: one cannot be made.
         ConfigError: two of them are one directory.
     """
     made = []
@@ -55,7 +43,6 @@ def created_directories(paths: Sequence[Path], *, allow_unsuitable: bool) -> Ite
             if missing:
                 made.append(path)
             make_directory(path)
-            refuse_unsuitable(path, allow_unsuitable=allow_unsuitable)
         _refuse_twice(paths)
         yield
         undo.pop_all()
@@ -139,144 +126,3 @@ def warn_shared_filesystem(paths: Sequence[Path]) -> None:
                 "one directory per drive in HardwareProfile.paths",
                 " and ".join(names),
             )
-
-
-# -- ours ------------------------------------------------------------------------------------------------------------
-
-MAX_VANISHED = 100
-"""How often a directory is made again that another process of ours, which ends, has removed in between."""
-
-
-def open_private(parent: int, path: Path, *, repair: bool = False) -> int:
-    """Open (make) a 0700 directory of ours through ``parent``, so that no user can swap it for a link in between.
-
-    Args:
-        parent: descriptor of the directory that ``path`` lies in. Other users may be able to write there.
-        path: only its name is looked up; the whole is for messages.
-        repair: take the rights of others away instead of refusing.
-
-    Returns:
-        A descriptor of the directory, which the caller closes.
-
-    Raises:
-        StorageError: another user's, open to others, or a link, file or pipe that another user has put there.
-        OSError: it cannot be made, or has gone in between.
-    """
-    with suppress(FileExistsError):
-        os.mkdir(path.name, 0o700, dir_fd=parent)
-    try:
-        folder = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    except NotADirectoryError as error:
-        raise StorageError(
-            error.errno, f"{path} is a symbolic link or a file, where a directory of ours would be. Remove it"
-        ) from error
-    except PermissionError as error:
-        # Ours we may read. Whose it is says more than that we may not.
-        facts = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
-        raise _not_private(path, facts) from error
-    try:
-        facts = os.fstat(folder)
-        is_open = facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-        if facts.st_uid == os.geteuid() and is_open and repair:
-            os.fchmod(folder, 0o700)
-        elif facts.st_uid != os.geteuid() or is_open:
-            raise _not_private(path, facts)
-    except BaseException:
-        os.close(folder)
-        raise
-    return folder
-
-
-def _not_private(path: Path, facts: os.stat_result) -> StorageError:
-    return StorageError(
-        errno.EPERM,
-        f"{path} belongs to user {facts.st_uid} with mode {stat.S_IMODE(facts.st_mode):04o}; it must be of user "
-        f"{os.geteuid()} with mode 0700, because spill files hold training data. Remove it or take another path",
-    )
-
-
-_NO_FLOCK = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-"""On a file system without locks the last one to write there may find its directory gone; then it says so."""
-_NOT_REMOVED = frozenset(
-    {errno.EWOULDBLOCK, errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST, errno.EBUSY, errno.ENOTDIR}
-    | {errno.EACCES, errno.EPERM, errno.EROFS}
-)
-
-
-class HeldDirectory:
-    """Makes the directory, with its parents, so that only this user gets into it; or sees that an existing one is so.
-
-    For a name that others can foresee, in a directory where they may write: what they put there first is refused.
-
-    Args:
-        path: what to hold.
-
-    Raises:
-        StorageError: it belongs to another user, or is a symbolic link, a file or a pipe.
-        UnsuitablePathError: it cannot be made.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._folder: int | None = _open_held(path)
-
-    def close(self) -> None:
-        """Let go; remove it if it is empty and no other process holds it. Idempotent."""
-        folder, self._folder = self._folder, None
-        if folder is None:
-            return
-        try:
-            with _suppressed(_NO_FLOCK):
-                # Held by another process, this fails, and theirs is the last word.
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with _suppressed(_NOT_REMOVED):
-                found, held = os.stat(self.path, follow_symlinks=False), os.fstat(folder)
-                # Removed by hand and made again by another process, it is theirs.
-                if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
-                    self.path.rmdir()
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(folder)
-
-
-def _open_held(path: Path) -> int:
-    for left in reversed(range(MAX_VANISHED)):
-        make_directory(path.parent)
-        try:
-            parent = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                return _locked(open_private(parent, path, repair=True), path, parent)
-            finally:
-                os.close(parent)
-        except StorageError:
-            raise
-        except OSError as error:
-            # Another one of ours that closes may have removed it in between.
-            if not (isinstance(error, FileNotFoundError) and left):
-                raise cannot_be_made(path, error) from error
-    raise AssertionError("the last round returns or raises")
-
-
-def _locked(folder: int, path: Path, parent: int) -> int:
-    """The descriptor, locked; ``FileNotFoundError``: the directory was removed before we had it."""
-    try:
-        with _suppressed(_NO_FLOCK):
-            fcntl.flock(folder, fcntl.LOCK_SH)
-        found, held = os.stat(path.name, dir_fd=parent, follow_symlinks=False), os.fstat(folder)
-        if (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
-            raise FileNotFoundError(errno.ENOENT, "removed and made again", str(path))
-    except BaseException:
-        os.close(folder)
-        raise
-    return folder
-
-
-@contextmanager
-def _suppressed(codes: frozenset[int]) -> Iterator[None]:
-    """As ``contextlib.suppress``, for system errors of some numbers."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in codes:
-            raise

@@ -16,13 +16,11 @@ from lightning_ssd.memory.mmap import PAGE_BYTES
 __all__ = [
     "DirectAlignment",
     "DirectoryFacts",
-    "cannot_be_made",
     "cannot_hold",
     "check_directory",
     "direct_alignment",
     "inspect_directory",
     "make_directory",
-    "refuse_unsuitable",
 ]
 
 _MEMORY_TYPES = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
@@ -113,15 +111,6 @@ def check_directory(path: str | os.PathLike[str], *, allow_unsuitable: bool = Fa
         raise _unsuitable(
             path, "is not writable for this user", "change its owner or mode, or name another", errno.EACCES
         )
-    return refuse_unsuitable(path, allow_unsuitable=allow_unsuitable)
-
-
-def refuse_unsuitable(path: Path, *, allow_unsuitable: bool) -> DirectoryFacts:
-    """Judge what an existing directory lies on.
-
-    Raises:
-        UnsuitablePathError: without ``allow_unsuitable``: memory and network file systems.
-    """
     facts = inspect_directory(path)
     if facts.unsuitable is not None and not allow_unsuitable:
         raise _unsuitable(
@@ -142,26 +131,21 @@ def make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot_be_made(path, error) from error
-
-
-def cannot_be_made(path: Path, error: OSError) -> UnsuitablePathError:
-    """The error that says why a directory of the user's is not there, and what to do."""
-    if os.path.exists(path):  # not Path.exists(), which raises where a name is too long
-        reason = "exists and is no directory"
-    elif os.path.islink(path):
-        reason = "is a symbolic link that leads nowhere"
-    else:
-        reason = f"cannot be made ({os.strerror(error.errno or 0)})"
-    return _unsuitable(path, reason, _ADVICE, error.errno)
+        if os.path.exists(path):  # not Path.exists(), which raises where a name is too long
+            reason = "exists and is no directory"
+        elif os.path.islink(path):
+            reason = "is a symbolic link that leads nowhere"
+        else:
+            reason = f"cannot be made ({os.strerror(error.errno or 0)})"
+        raise _unsuitable(path, reason, _ADVICE, error.errno) from error
 
 
 def cannot_hold(path: Path, error: OSError) -> StorageError:
-    """Return the error that says why a spill file was not made in ``path``, a directory of ours, and what to do."""
+    """Return the error that says why a spill file was not made in a directory, and what to do."""
     what = f"cannot create a spill file in {path}"
     if error.errno not in _REFUSALS:
         return as_storage_error(error, what)
-    place = f"{path.parent} lies on {_mount_of(path.parent)[0]}"
+    place = f"{path} lies on {_mount_of(path)[0]}"
     return UnsuitablePathError(error.errno, f"{what} ({os.strerror(error.errno)}; {place}); {_ADVICE} {_SETTINGS}")
 
 

@@ -76,8 +76,10 @@ class KvikioBackend:
         if region.nbytes == 0:
             return
         if not isinstance(arena, _KvikioArena):
-            raise StorageError(f"{arena.path} was opened by another backend; open arenas with the one that uses them")
-        what = f"cannot {verb} {region.nbytes:,} bytes at offset {offset:,} of the spill file in {arena.path}"
+            raise StorageError(
+                f"{arena.directory} was opened by another backend; open arenas with the one that uses them"
+            )
+        what = f"cannot {verb} {region.nbytes:,} bytes at offset {offset:,} of the spill file in {arena.directory}"
         memory: Any = _DeviceBytes(region) if self.moves_device_memory else _host_bytes(region)
         if offset + region.nbytes > arena.size_bytes:
             raise ShortTransferError(errno.EIO, f"{what}: the file has {arena.size_bytes:,} bytes")
@@ -111,7 +113,7 @@ class _KvikioArena(Arena):
             self.file = kvikio.CuFile(f"/proc/{os.getpid()}/fd/{self.fd}", "r+")
         except _KVIKIO_ERRORS as error:
             self.close()
-            raise BackendUnavailableError(f"kvikio cannot open a file in {self.path}: {error}") from error
+            raise BackendUnavailableError(f"kvikio cannot open a file in {self.directory}: {error}") from error
 
     def _release(self) -> None:
         file = getattr(self, "file", None)

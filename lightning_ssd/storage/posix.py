@@ -154,7 +154,7 @@ class PosixBackend:
         if arena.is_distrusted:
             raise StorageError(
                 errno.EIO,
-                f"the system lost bytes on their way from the page cache to {arena.path} and does not say which; "
+                f"the system lost bytes on their way from the page cache to {arena.directory} and does not say which; "
                 "nothing from this file is used any more. Check the drive, or take another directory",
             )
         with arena.use(writes=region.nbytes if verb == "write" else 0) as fd:
@@ -165,7 +165,9 @@ class PosixBackend:
             except OSError as error:
                 if isinstance(error, StorageError) and not isinstance(error, ShortTransferError):
                     raise
-                what = f"cannot {verb} {region.nbytes:,} bytes at offset {offset:,} of the spill file in {arena.path}"
+                what = (
+                    f"cannot {verb} {region.nbytes:,} bytes at offset {offset:,} of the spill file in {arena.directory}"
+                )
                 if isinstance(error, ShortTransferError):
                     raise ShortTransferError(error.errno, f"{what}: {error.strerror}") from error
                 raise as_storage_error(error, what) from error

@@ -20,7 +20,6 @@ from typing import Any
 
 from lightning_ssd.errors import FULL_ERRNOS, OffloaderClosedError, OutOfSpaceError, StorageError, as_storage_error
 from lightning_ssd.memory.file_mapping import FileView
-from lightning_ssd.storage.directories import MAX_VANISHED, open_private
 from lightning_ssd.storage.extents import Extent, ExtentAllocator
 from lightning_ssd.storage.filesystem import cannot_hold
 
@@ -42,18 +41,15 @@ _fallocate: Any = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
 class Arena:
     """One anonymous file in ``directory`` and the allocator over it. Thread-safe; of use to the opening process only.
 
-    The file lies in ``directory/.lightning_ssd-<uid>`` (0700, ours, no symlink), which is made when missing and
-    removed at close.
-
     Args:
-        directory: the user's directory.
+        directory: where the file lies, without a name and closed to other users.
         block_bytes: granularity of extents, a multiple of what direct I/O wants.
         direct: open with ``O_DIRECT``.
         growth_bytes: first and smallest preallocation; later ones are a quarter of the size, at most 4 GiB.
         clock: seconds, for the pause between attempts to grow on a full file system.
 
     Raises:
-        StorageError: if the directory or file cannot be opened, or the private directory is not safely ours.
+        StorageError: if the directory or file cannot be opened.
     """
 
     def __init__(
@@ -66,7 +62,6 @@ class Arena:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory = Path(directory)
-        self.path = self.directory / f".lightning_ssd-{os.geteuid()}"
         self.block_bytes = block_bytes
         self.direct = direct
         self.is_distrusted = False
@@ -86,7 +81,7 @@ class Arena:
         self._closed = False
         # Guards allocator, growth, users and closing. A leaf lock: nothing else is locked or called under it.
         self._lock = threading.Lock()
-        self._fd = _open_anonymous(self.directory, self.path.name, direct=direct)
+        self._fd = _open_anonymous(self.directory, direct=direct)
 
     @property
     def size_bytes(self) -> int:
@@ -171,7 +166,7 @@ class Arena:
                         extent = self._extents.allocate(nbytes)
                     if extent is None:
                         raise StorageError(
-                            f"growing {self.path} for {nbytes} bytes gave no extent; please report this as a bug"
+                            f"growing {self.directory} for {nbytes} bytes gave no extent; please report this as a bug"
                         )
                     found.append(extent)
             except BaseException:
@@ -239,11 +234,13 @@ class Arena:
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise OffloaderClosedError(f"the spill file in {self.path} is closed; open the offloader again to use it")
+            raise OffloaderClosedError(
+                f"the spill file in {self.directory} is closed; open the offloader again to use it"
+            )
         if os.getpid() != self._pid:
             raise StorageError(
-                f"the spill file in {self.path} was opened by process {self._pid} and cannot be shared with its child "
-                f"{os.getpid()}: both would hand out the same extents. Open the offloader after the fork"
+                f"the spill file in {self.directory} was opened by process {self._pid} and cannot be shared with its "
+                f"child {os.getpid()}: both would hand out the same extents. Open the offloader after the fork"
             )
 
     def _release(self) -> None:
@@ -252,9 +249,6 @@ class Arena:
             with suppress(OSError):
                 os.ftruncate(self._fd, 0)
         self._close_file()
-        # Removing the directory is a courtesy: it may be gone, or (without O_TMPFILE) in use by another process.
-        with suppress(OSError):
-            os.rmdir(self.path)
 
     def _close_file(self) -> None:
         try:
@@ -297,14 +291,16 @@ class Arena:
             os.ftruncate(self._fd, size)
             if error.errno in FULL_ERRNOS:
                 return False
-            raise as_storage_error(error, f"cannot grow the spill file in {self.path} by {nbytes:,} bytes") from error
+            raise as_storage_error(
+                error, f"cannot grow the spill file in {self.directory} by {nbytes:,} bytes"
+            ) from error
         return True
 
     def _out_of_space(self, need: int) -> OutOfSpaceError:
         facts = os.fstatvfs(self._fd)
         return OutOfSpaceError(
             errno.ENOSPC,
-            f"the file system of {self.path} is full: {need:,} more bytes are needed, "
+            f"the file system of {self.directory} is full: {need:,} more bytes are needed, "
             f"{facts.f_bavail * facts.f_frsize:,} are free, the spill file has {self.size_bytes:,}. " + SPACE_ADVICE,
         )
 
@@ -326,52 +322,27 @@ def _reserve(fd: int, offset: int, nbytes: int) -> bool:
     return False
 
 
-def _open_anonymous(directory: Path, name: str, *, direct: bool) -> int:
-    """A file without a name in ``directory/name``, which is made when missing."""
+def _open_anonymous(directory: Path, *, direct: bool) -> int:
+    """Open a new file without a name in a directory: by ``O_TMPFILE``, else with one that is unlinked at once."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (_O_DIRECT if direct else 0)
     try:
-        parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            return _create_in_private(parent, directory / name, flags)
-        except BaseException as error:
-            if not isinstance(error, StorageError):  # else it is not ours to remove
-                with suppress(OSError):
-                    os.rmdir(name, dir_fd=parent)
-            raise
-        finally:
-            os.close(parent)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise cannot_hold(directory / name, error) from error
-
-
-def _create_in_private(parent: int, path: Path, flags: int) -> int:
-    """Create in the private directory; again where another process, closing its last arena, has just removed it."""
-    for _ in range(MAX_VANISHED):
-        try:
-            folder = open_private(parent, path)
-        except FileNotFoundError:
-            continue
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return _create(folder, flags)
-        except OSError:
-            if os.fstat(folder).st_nlink:
-                raise
         finally:
             os.close(folder)
-    raise FileNotFoundError(errno.ENOENT, "the directory vanishes as often as it is made", str(path))
+    except OSError as error:
+        raise cannot_hold(directory, error) from error
 
 
 def _create(folder: int, flags: int) -> int:
-    """``O_TMPFILE``, else a file with an unpredictable name that is unlinked at once."""
     if _O_TMPFILE:
         try:
             return os.open(".", flags | _O_TMPFILE, 0o600, dir_fd=folder)
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
-    name = secrets.token_hex(16)
+    name = f".lightning_ssd-{secrets.token_hex(16)}"  # which no other user can foresee
     try:
         return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
     finally:

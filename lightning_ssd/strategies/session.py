@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 
-from lightning_ssd._environment import rank_directory
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import BudgetError, ConfigError
 from lightning_ssd.offloader import Offloader
@@ -105,7 +104,6 @@ class OffloadSession:
             hardware=owner.hardware,
             device=self._device,
             default_directory=default_directory,
-            subdirectory=rank_directory(owner.global_rank),
             agree=self._smallest if owner.is_distributed else None,
             is_sharded=owner.is_sharded,
             num_local_processes=owner.num_processes or None,

@@ -26,7 +26,7 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
     """Trains with saved activations on SSD: bit for bit the same results, with less memory.
 
     One device needs no process group and no wrapper, and works in notebooks. Several devices or nodes train with
-    ``DistributedDataParallel``; each process has its own files, in a sub-directory ``lightning_ssd-<uid>-rank-<n>``.
+    ``DistributedDataParallel``; each process has its own files.
     Files and threads live from ``setup`` to ``teardown`` of ``fit``; validation, test and prediction open nothing,
     because they save nothing.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from typing import Literal
 
 from lightning_ssd.common.tensors import Region
@@ -38,12 +39,4 @@ class Sampler:
         if self.mode != "sampled":
             return self.mode == "full"
         group, place = divmod(next(self._count), _ONE_IN)
-        return place == _scatter(group) % _ONE_IN
-
-
-def _scatter(number: int) -> int:
-    """A fixed, irregular function: Knuth's multiplicative hash, twice, so that no stride of ``number`` survives."""
-    for _ in range(2):
-        number = (number + 1) * 0x9E37_79B9 % (1 << 32)
-        number ^= number >> 15
-    return number >> 8
+        return place == zlib.crc32(b"%d" % group) % _ONE_IN

@@ -81,17 +81,9 @@ class HostTier(Tier):
         """Bytes that are stored or reserved."""
         return self.arena.used_bytes
 
-    def claim_all(self, sizes: Sequence[int]) -> list[list[Part] | None]:
-        claimed: list[list[Part] | None] = []
-        try:
-            for nbytes in sizes:
-                extent = self.arena.allocate(nbytes)
-                claimed.append(None if extent is None else [Part(0, nbytes, 0, extent)])
-        except BaseException:
-            for parts in claimed:
-                self.free_parts(parts or ())
-            raise
-        return claimed
+    def claim_all(self, sizes: Sequence[int], claimed: list[list[Part] | None]) -> None:
+        for nbytes in sizes:
+            claimed.append(None if (extent := self.arena.allocate(nbytes)) is None else [Part(0, nbytes, 0, extent)])
 
     @property
     def uncut_bytes(self) -> int:

@@ -95,18 +95,24 @@ class HostArena:
             StorageError: after a fork.
         """
         self._opened()  # before the lock, which another thread may have held at a fork
-        with self._lock:
-            self._opened()
-            if nbytes == 0:
-                return Extent(0, 0)
-            try:
-                extent = self._extents.allocate(nbytes)
-                if extent is None and self._grow(nbytes):
+        extent: Extent | None = None
+        try:
+            with self._lock:
+                self._opened()
+                if nbytes == 0:
+                    return Extent(0, 0)
+                try:
                     extent = self._extents.allocate(nbytes)
-            except BaseException:
-                self._extents.recover()
-                raise
-        self._say()
+                    if extent is None and self._grow(nbytes):
+                        extent = self._extents.allocate(nbytes)
+                except BaseException:
+                    self._extents.recover()
+                    raise
+            self._say()
+        except BaseException:
+            if extent is not None:  # an interrupt: the caller never learns of it
+                self._extents.free(extent)
+            raise
         return extent
 
     def free(self, extent: Extent) -> None:

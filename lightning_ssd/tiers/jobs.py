@@ -17,7 +17,7 @@ import torch
 from lightning_ssd.common.profiling import span
 from lightning_ssd.common.tensors import new_tuple
 from lightning_ssd.common.waiting import Latch
-from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError, forget_frames
+from lightning_ssd.errors import CorruptionError, StorageError, forget_frames
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.tiers.base import (
     NoMemoryToReadError,
@@ -85,7 +85,7 @@ class Write(Transfer):
         # Guards the numbers and the parts. A leaf lock.
         self._changing = threading.Lock()
 
-    def begin(self) -> Sequence[Chunk] | None:
+    def begin(self) -> Sequence[Chunk]:
         tier, uncut, pieces, sizes = self._tier, self._tier.uncut_bytes, list[tuple[_Outgoing, int]](), list[int]()
         for request, parts in self._requests:
             whole, number = parts[0] if parts else None, 1
@@ -181,7 +181,7 @@ class Write(Transfer):
         """Take room for storages together; where there is none for all of them, for each by itself."""
         try:
             extents = self._tier.allocate_all([one.body_nbytes for one in group]) if group else []
-        except Exception:
+        except OSError:
             for one in group:
                 try:
                     one.whole = self._tier.allocate(len(one.edges.head), one.body_nbytes, {})
@@ -269,17 +269,15 @@ class Write(Transfer):
         return self._tier.shares([part for one in self._outgoing for part in one.parts], self.nbytes)
 
     def finish(self, error: BaseException | None) -> None:
+        for _, parts in self._requests[len(self._outgoing) :]:  # the queue was closed before it began
+            self._tier.free_parts(parts)
+        self._requests = ()
         left = [one for one in self._outgoing if not one.is_over]  # those that an unexpected error has left
         if left:
             self._end(left, error)
         self._outgoing.clear()
         if self._failure is not None:
             raise self._failure
-
-    def discard(self) -> None:
-        for _, parts in self._requests:
-            self._tier.free_parts(parts)
-        self._requests = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -336,7 +334,7 @@ class Read(Transfer):
         if incoming is None or incoming.fault is not None:
             self.wait()
 
-    def begin(self) -> Sequence[Chunk] | None:
+    def begin(self) -> Sequence[Chunk]:
         by_lane, tier, uncut = dict[int, list[_Cut]](), self._tier, self._tier.uncut_bytes
         for incoming in self._incoming:
             stored = incoming.stored
@@ -472,7 +470,7 @@ class Read(Transfer):
         if loaded is None:
             raise CorruptionError(
                 f"{stored.label}: {piece.nbytes} bytes at offset {piece.offset} of the spill file in "
-                f"{piece.arena.path} are not what was written, in two reads; nothing was handed on. "
+                f"{piece.arena.directory} are not what was written, in two reads; nothing was handed on. "
                 "Check the drive (SMART, dmesg) or take another directory in HardwareProfile.paths"
             )
         return loaded
@@ -526,6 +524,3 @@ class Read(Transfer):
         fault = next((incoming.fault for incoming in self._incoming if incoming.fault is not None), None)
         if fault is not None:
             raise fault
-
-    def discard(self) -> None:
-        self.finish(OffloaderClosedError("the offloader was closed before this read began"))

@@ -153,4 +153,4 @@ class SsdTier(Tier):
         is_full = isinstance(error, OutOfSpaceError) or error.errno in FULL_ERRNOS  # it may have room again
         if lane not in self._refusing and not is_full:
             self._refusing.add(lane)
-            _log.warning("%s is written to no more, after: %s", self._arenas[lane].path, str(error))
+            _log.warning("%s is written to no more, after: %s", self._arenas[lane].directory, str(error))

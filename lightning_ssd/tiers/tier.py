@@ -101,8 +101,9 @@ class Tier:
         Raises:
             OffloaderClosedError: after close.
         """
-        claimed, job = self.claim_all([request.nbytes for request in requests]), None
+        claimed, job = list[list[Part] | None](), None
         try:
+            self.claim_all([request.nbytes for request in requests], claimed)
             going = [(one, parts) for one, parts in zip(requests, claimed, strict=True) if parts is not None]
             if going:
                 job = Write(self, going)
@@ -224,9 +225,15 @@ class Tier:
 
     # -- used by the jobs ------------------------------------------------------------------------------------------
 
-    def claim_all(self, sizes: Sequence[int]) -> list[list[Part] | None]:
-        """Take room for storages when their write is queued. ``None``: there is none; empty: its worker takes it."""
-        return [[] for _ in sizes]
+    def claim_all(self, sizes: Sequence[int], claimed: list[list[Part] | None]) -> None:
+        """Take room for storages when their write is queued.
+
+        Args:
+            sizes: of the storages.
+            claimed: gets the room of each at once, so that an interrupt leaves none behind. ``None``: there is none;
+                empty: its worker takes it.
+        """
+        claimed += [[] for _ in sizes]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
         """Return room in the only arena, or raise where there is none for all of them."""

@@ -81,19 +81,15 @@ class Transfer(ABC):
         self._seq = 0
 
     @abstractmethod
-    def begin(self) -> Sequence[Chunk] | None:
-        """Return the chunks to run, or ``None`` when the move is no longer wanted. May raise: the move failed."""
+    def begin(self) -> Sequence[Chunk]:
+        """Return the chunks to run. May raise: the move failed."""
 
     @abstractmethod
     def finish(self, error: BaseException | None) -> None:
-        """Called once, after the last chunk or the first failure.
+        """Called once, after the last chunk or the first failure, or when the queue closes before the move began.
 
         Must not raise: what it raises becomes the move's error, and is raised where the queue is flushed or closed.
         """
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Called once instead of the others when the queue closes before the move began."""
 
     def shares(self) -> Sequence[tuple[int | None, int]]:
         """Return the drives that have moved it, each with its bytes; asked at the end."""
@@ -272,11 +268,8 @@ class TransferQueue:
             self._wake(None)
             self._idle.tell()
         for transfer in unbegun.values():
-            try:
-                transfer.discard()
-            except BaseException as error:
-                self._keep_fault(transfer, error)
-            self._let_go(transfer)
+            closed = OffloaderClosedError(f"the offloader was closed before this {self._direction} began")
+            self._finish(transfer, closed)
         self._join()
         with self._lock:
             fault = None if self._is_fault_told else self._fault
@@ -301,8 +294,11 @@ class TransferQueue:
         if self._announces is not None:
             self._announces.enter(transfer)
 
-    def _let_go(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: Transfer, error: BaseException | None) -> None:
         """The move has ended, however: wake who waits. Together with the gate, or a promotion could come between."""
+        _, fault = _attempt(partial(transfer.finish, error))
+        if fault is not None:
+            self._keep_fault(transfer, fault)
         with self._lock:
             transfer._ended.open()
             if transfer.urgent and self._announces is not None:
@@ -446,11 +442,8 @@ class TransferQueue:
         transfer.start_s = time.perf_counter()
         with span("lightning_ssd::begin"):
             chunks, error = _attempt(transfer.begin)
-        if error is not None:
-            self._end(transfer, error)
-            return
         if chunks is None:
-            self._let_go(transfer)
+            self._end(transfer, error)
             return
         with self._lock:
             transfer._num_unfinished = num_chunks = len(chunks)
@@ -503,10 +496,7 @@ class TransferQueue:
         outlasts = transfer.outlasts and settle is not None
         if not outlasts:
             self._record(transfer, error)
-        _, fault = _attempt(partial(transfer.finish, error))
-        if fault is not None:
-            self._keep_fault(transfer, fault)
-        self._let_go(transfer)
+        self._finish(transfer, error)
         late_error = None if settle is None else self._settle(transfer, settle)
         if outlasts:
             self._record(transfer, error or late_error)

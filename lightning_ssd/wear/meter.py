@@ -104,9 +104,11 @@ class WearMeter:
         self._num_borders += 1
         if self.bytes_per_day is not None and self._ends_window():
             self._hold_to_budget(self.bytes_per_day)
-        if self._warned or not self._is_known():
+        if self._warned or self._num_borders < _MIN_BORDERS:
             return None
         elapsed_s, written = self._since_begin()
+        if elapsed_s < _MIN_SECONDS:
+            return None
         warning = wear_warning(self._shared_out(written), _total(written), elapsed_s)
         self._warned = warning is not None
         return None if warning is None else f"{warning}. Written by: {_parts_of(written)}"
@@ -121,7 +123,8 @@ class WearMeter:
         return num >= _MIN_BORDERS and (num & (num - 1) == 0 or num % _MAX_WINDOW == 0)
 
     def _hold_to_budget(self, allowed: int) -> None:
-        now_s, written = self._others()
+        now_s, written = self._since_begin()
+        written.pop(ACTIVATIONS, None)
         begin_s, begin = self._window_begin
         nbytes = _total(written) / self._num_processes
         if now_s - begin_s >= _MIN_SECONDS:
@@ -142,15 +145,6 @@ class WearMeter:
             "with activations. Raise wear_budget above that, keep these in memory (such as "
             'optimizer_states="keep"), or update less often (accumulate gradients)'
         )
-
-    def _others(self) -> tuple[float, dict[str, list[int]]]:
-        """Return what :meth:`_since_begin` does, without activations."""
-        elapsed_s, written = self._since_begin()
-        written.pop(ACTIVATIONS, None)
-        return elapsed_s, written
-
-    def _is_known(self) -> bool:
-        return self._num_borders >= _MIN_BORDERS and self._since_begin()[0] >= _MIN_SECONDS
 
     def _written(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}

@@ -38,7 +38,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _SPACE_BACK_WITHIN_S = 5.0
 _PRESSED_AGAIN_S = 10.0
 _STACKS_WITHIN_S = 0.5
-_PRIVATE = ".lightning_ssd-"
 SPILL = "spill"
 """What trials call the directory that they offload to, inside that of the order."""
 
@@ -221,14 +220,9 @@ def _flip_from_outside(pid: int, places: Sequence[Sequence[int]], dice: random.R
         os.close(fd)
 
 
-def leftovers(directory: Path, *, killed: bool) -> list[str]:
-    """What is in a directory that should be empty. Who was killed cannot remove our own empty directory."""
-    found = []
-    for path in directory.rglob("*"):
-        is_users = path == directory / SPILL
-        if not path.is_dir() or not (is_users or (killed and path.name.startswith(_PRIVATE))):
-            found.append(f"{path.relative_to(directory)} stays")
-    return found
+def leftovers(directory: Path) -> list[str]:
+    """What is in a directory that should be empty."""
+    return [f"{path.relative_to(directory)} stays" for path in directory.rglob("*") if path != directory / SPILL]
 
 
 def _orphans() -> list[str]:
@@ -273,8 +267,7 @@ def _serve(order: Order) -> Result | None:
     os.close(hear)
     child = _Child(order, pid, said, answers)
     child.watch()
-    was_killed = child.code is not None and child.code < 0
-    left = leftovers(directory, killed=was_killed) + _orphans() + _locks(pid)
+    left = leftovers(directory) + _orphans() + _locks(pid)
     if not order.stays:
         for path in directory.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -327,7 +327,7 @@ def test_a_budget_on_a_full_drive_blames_the_drive(tmp_path):
     assert "OffloadPolicy.activation_budget=100000 is too small" in got.text
     assert re.search(
         rf"because no drive can be used: the directory {tmp_path} could not be measured \(the file system of "
-        rf"{tmp_path}\S+ is full: [\d,]+ more bytes are needed, [\d,]+ are free, .*\)\. Without one the smallest "
+        rf"{tmp_path} is full: [\d,]+ more bytes are needed, [\d,]+ are free, .*\)\. Without one the smallest "
         r"that works is .*\. Free space there, or name other directories in HardwareProfile\(paths=\.\.\.\); or raise",
         got.text,
     )

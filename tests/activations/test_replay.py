@@ -18,7 +18,7 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations.kept_storage import KeptStorage, Share
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.tensor_cache import SavedWeight, TensorCache
-from lightning_ssd.scheduling.pass_program import NOTHING_KNOWN, PassProgram
+from lightning_ssd.scheduling.plan_cursor import NOTHING_KNOWN, PassProgram
 from lightning_ssd.tiers.base import ReadRequest
 from lightning_ssd.tiers.jobs import Read
 from lightning_ssd.tiers.ssd import SsdTier

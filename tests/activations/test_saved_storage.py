@@ -176,7 +176,7 @@ def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error: OSError |
     written(record, _Stored(tier), None)
     assert record.state in AWAY
     with record.accounting.lock:
-        record.start_read(torch.device("cpu"), urgent=True)
+        record.start_reads([record], torch.device("cpu"), urgent=True)
         record.free()
     assert tier.freed == 0
     came(record, None if error else storage, error)
@@ -228,7 +228,7 @@ def check_random_events(seed: int) -> None:
         elif event == "came" and record.state is State.READING:
             error = OSError("gone") if dice.random() < 0.2 else None
             came(record, None if error else torch.arange(16.0).untyped_storage(), error)
-            assert (record.take_error() is None) is (error is None)
+            assert (record.error is None) is (error is None)
         elif event == "let go":
             held.clear()
         else:
@@ -238,7 +238,7 @@ def check_random_events(seed: int) -> None:
                 elif event == "forward" and dice.random() < 0.3:
                     assert record.forward() is (record.state in READY)
                 elif event == "read" and record.state in AWAY:
-                    record.start_read(torch.device("cpu"), urgent=True)
+                    record.start_reads([record], torch.device("cpu"), urgent=True)
                 elif event == "drop":
                     record.drop_copy()
                 elif event == "sweep":

@@ -17,7 +17,7 @@ from lightning_ssd.activations.storage_state import State
 from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.activations.write_group import WriteGroup
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.scheduling.pass_program import PassProgram
+from lightning_ssd.scheduling.plan_cursor import PassProgram
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.faults import FaultyBackend

@@ -14,8 +14,7 @@ from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import PlanObjective
 from lightning_ssd.planning.planner import TOLERANCE, BudgetTooSmall, judge, make_plan, smallest_budget
 from lightning_ssd.planning.recompute_trace import inner_storages
-from lightning_ssd.planning.simulator import simulate
-from tests.support.traces import HOST, KEEP, SSD, machines, network, passes, play, ssd, tier_rates
+from tests.support.traces import HOST, KEEP, SSD, machines, network, passes, play, simulate, ssd, tier_rates
 
 laws = settings(derandomize=True, deadline=None, max_examples=60, database=None)
 _SLACK_S = 1e-9
@@ -60,10 +59,10 @@ def test_every_plan_keeps_its_promises(question):
     if goal.written_bytes is not None:
         assert plan.prediction.written_bytes <= goal.written_bytes
     for rated, direction in ((machine.ssd, SSD), (machine.host, HOST)):
-        booked = [t for t in done.transfers if t.placement is direction]
+        booked = [t for t in done.moves if t.placement is direction]
         for way in ("write", "read"):
-            assert all(a.end_s <= b.start_s for a, b in pairwise(t for t in booked if t.direction == way))
-        stored = sum(t.nbytes for t in booked if t.direction == "write")
+            assert all(a.end_s <= b.start_s for a, b in pairwise(t for t in booked if t.what == way))
+        stored = sum(t.nbytes for t in booked if t.what == "write")
         assert rated is None or rated.capacity_bytes is None or stored <= rated.capacity_bytes
     inner = inner_storages(case, plan.recompute)
     assert goal.recompute or not plan.recompute

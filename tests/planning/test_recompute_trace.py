@@ -19,9 +19,8 @@ from lightning_ssd.planning.recompute_trace import (
     recomputed,
     with_inner,
 )
-from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
-from tests.support.traces import network, passes
+from tests.support.traces import network, passes, simulate
 
 
 def times(s):

@@ -4,8 +4,9 @@ import pytest
 
 from lightning_ssd.planning.plan import TierRates
 from lightning_ssd.planning.update_memory import subgroup_bytes
-from lightning_ssd.planning.what_fits import ModelSize, UnitSize, even_model, fit
+from lightning_ssd.planning.what_fits import ModelSize, UnitSize, fit
 from recipes import what_fits
+from recipes.what_fits import even_model
 
 
 def test_the_bytes_of_a_step_are_those_of_the_documented_formula():

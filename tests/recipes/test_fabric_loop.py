@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from recipes import fabric_loop, plain_loop
+from tests.support.leftovers import open_files
 
 TINY = ["experiment=smoke", "trainer.max_steps=2", "data.batch_size=2"]
 
@@ -20,7 +21,7 @@ def test_the_fabric_loop_gives_the_weights_of_the_plain_loop(spill_dir, capsys):
         first, *rows = (output / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
         assert len(rows) == 2
         assert ("memory/activations_resident_peak_gib" in first) == (mode == "ssd")
-        assert not list(output.glob("lightning_ssd*")), "it was not closed"
+        assert open_files(output) == [], "it was not closed"
     assert ours.written_bytes_per_step > 0
     assert str(spill_dir / "ssd") in ours.backend
     printed = capsys.readouterr().out

@@ -7,15 +7,15 @@ import pytest
 
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
-from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.trace import Trace, TracedStorage
 from lightning_ssd.scheduling.clock import HostClock
-from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.overhead import CpuCosts, Overhead, OverheadModel
+from lightning_ssd.scheduling.pass_kind import FinishedPass
 from lightning_ssd.scheduling.scheduler import Scheduler
 from tests.support.fake_passes import FakeRecorder, planned
 from tests.support.pairs import pairwise
+from tests.support.traces import simulate
 
 # -- the account ------------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ def test_a_stall_within_a_hook_is_no_time_of_the_hook(lag, hook_s):
 
     def unpack(index):
         begin = clock.stamp()
-        told.stalled(begin, clock.at(clock.now_s + 3))
+        told.stalls = [(begin, clock.at(clock.now_s + 3))]
         clock.at(clock.now_s + 0.25)
 
     told.timed(unpack)(0)
@@ -82,8 +82,7 @@ STALLS = {
 def test_the_clock_stands_still_during_stalls(clock, stalls, expected):
     told = begun(clock)
     held = pack(told, clock, 101, held=True), pack(told, clock, 103)
-    for stall in stalls:
-        told.stalled(*stall)
+    told.stalls = stalls
     clock.at(105)
     told.forward_ended()
     clock.at(107)
@@ -102,7 +101,7 @@ def test_what_dies_while_somebody_waits_dies_when_the_wait_began(clock):
     begin = clock.at(102)
     clock.at(105)
     told.freed(0)
-    told.stalled(begin, clock.at(106))
+    told.stalls = [(begin, clock.at(106))]
     second = pack(told, clock, 106.5)
     trace = told.trace(clock.at(107))
     assert [s.freed_s for s in trace.storages] == [2, 3]
@@ -156,7 +155,7 @@ def test_backward_of_a_block_ends_where_the_next_one_begins(clock):
     for now_s, index in ((115, 7), (116, 5), (117, 6), (118, 4), (119, 3), (122, 1), (123, 2), (124, 0)):
         clock.at(now_s)
         told.wanted(index)
-    told.stalled(120, 121)
+    told.stalls = [(120, 121)]
     trace = told.trace(clock.at(126))
     assert [s.block for s in trace.storages] == [-1, 0, 0, 1, 1, 2, 2, -1]
     assert [(b.name, b.forward_start_s, b.forward_end_s) for b in trace.blocks] == [

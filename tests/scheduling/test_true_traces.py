@@ -14,8 +14,8 @@ from lightning_ssd.activations import tensor_cache
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.scheduling.clock import HostClock
-from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
+from lightning_ssd.scheduling.pass_kind import FinishedPass
 from lightning_ssd.scheduling.recorder import Recorder
 from lightning_ssd.scheduling.scheduler import Scheduler
 from tests.support.recorded_passes import saved

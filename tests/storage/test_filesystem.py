@@ -142,7 +142,7 @@ class TestPathsThatCannotServe:
         if not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK) or is_memory(path):
             pytest.skip(f"{path} is another directory here")
         kind = inspect_directory(path).file_system
-        with pytest.raises(UnsuitablePathError, match=rf"^cannot create a spill file in {path}/") as caught:
+        with pytest.raises(UnsuitablePathError, match=rf"^cannot create a spill file in {path} ") as caught:
             opened_in(path)
         assert f"{path} lies on {kind}); name a directory on a local SSD (HardwareProfile.paths" in str(caught.value)
         assert caught.value.errno in (errno.ENOENT, errno.EPERM, errno.EACCES, errno.EROFS)

@@ -136,7 +136,7 @@ class TestAwkwardSystem:
                 getattr(backend, verb)(arena, memory.region, extent.offset)
             assert type(caught.value) is expected
             assert caught.value.errno == code
-            assert str(arena.path) in str(caught.value)
+            assert str(arena.directory) in str(caught.value)
             assert os.strerror(code) in str(caught.value)
 
     def test_a_full_disk_without_reservations(self, small_disk, monkeypatch):

@@ -224,7 +224,7 @@ def dropped_and_found(directory, device):
         (record,) = (r for r in cache.accounting.by_storage.values() if r.state in AWAY)
         with held_copies():
             with cache.accounting.lock:
-                record.start_read(CPU, urgent=False)
+                record.start_reads([record], CPU, urgent=False)
             wait_until(lambda: record.state is State.RELOADED)
             with cache.accounting.lock:
                 record.drop_copy()

@@ -1,7 +1,6 @@
 """``Fabric(strategy="ssd_offload")``: the same bits as Fabric's own strategies, checkpoints, one device."""
 
 import gc
-import os
 
 import pytest
 import torch
@@ -64,7 +63,7 @@ def test_by_name_with_all_defaults(spill_dir, monkeypatch):
     fabric = make_fabric("SSD_Offload")
     assert_identical(Loop()(fabric), expected)
     assert fabric.strategy.policy == OffloadPolicy()
-    assert str(spill_dir / f"lightning_ssd-{os.geteuid()}-rank-0") in fabric.strategy.offloader.description
+    assert fabric.strategy.offloader.description.endswith(str(spill_dir))
     fabric.strategy.close()
     assert_nothing_left(spill_dir)
 

@@ -8,6 +8,7 @@ import torch
 
 from lightning_ssd import HardwareProfile, OffloadPolicy, OffloadTrainerMixin
 from lightning_ssd.errors import ConfigError, StorageError
+from tests.support.leftovers import open_files
 
 transformers = pytest.importorskip("transformers", reason="the Trainer of transformers is not installed")
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate, which is not installed")
@@ -126,7 +127,7 @@ def test_an_error_in_a_step_reaches_the_user_and_closes_files(spill_dir):
     with pytest.raises(ArithmeticError, match="the user's own"):
         trainer.train()
     assert not trainer.offloader.is_open
-    assert not list(spill_dir.glob("lightning_ssd*"))
+    assert open_files(spill_dir) == []
 
 
 @pytest.mark.parametrize("name", ["parameters", "gradients"])

@@ -111,7 +111,7 @@ def test_one_device_is_one_process_without_a_wrapper(tmp_path):
     trainer, module = fit(Looks, offload_strategy(tmp_path), tmp_path)
     assert seen["model"] is module
     assert not seen["group"]
-    assert str(tmp_path / f"lightning_ssd-{os.geteuid()}-rank-0") in seen["where"]
+    assert seen["where"].endswith(str(tmp_path))
     assert seen["open"]
     assert any(name.startswith("lightning_ssd") for name in seen["threads"])
     assert trainer.strategy.launcher is None

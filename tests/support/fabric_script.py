@@ -5,7 +5,6 @@
 Ends without closing anything.
 """
 
-import os
 import sys
 from functools import partial
 
@@ -43,7 +42,6 @@ def compare(loop, directory):
     stats = fabric.strategy.stats
     assert stats.bytes_written > 0
     assert stats.bytes_read > 0
-    assert fabric.strategy.offloader.description.endswith(f"lightning_ssd-{os.geteuid()}-rank-{rank}")
     assert fabric.strategy.offloader.optimizer_stats[0].num_steps == loop.num_steps
 
 

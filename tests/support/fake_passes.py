@@ -9,8 +9,8 @@ from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
 from lightning_ssd.scheduling.clock import HostClock
-from lightning_ssd.scheduling.finished_pass import FinishedPass
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
+from lightning_ssd.scheduling.pass_kind import FinishedPass
 from lightning_ssd.scheduling.scheduler import Scheduler
 
 NBYTES = 1 << 20

@@ -25,4 +25,4 @@ def assert_nothing_left(directory):
         assert time.monotonic() < deadline_s, names
         time.sleep(0.001)
     assert open_files(directory) == []
-    assert list(directory.glob("lightning_ssd*")) == []
+    assert list(directory.glob(".lightning_ssd*")) == []

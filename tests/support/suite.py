@@ -110,7 +110,7 @@ class BackendSuite:
         memory = Memory.make(2 * backend.block_bytes)
         with pytest.raises(ShortTransferError, match="read") as caught:
             backend.read(arena, memory.region, arena.size_bytes - backend.block_bytes)
-        assert str(arena.path) in str(caught.value)
+        assert str(arena.directory) in str(caught.value)
         with pytest.raises(ShortTransferError):
             backend.read(arena, memory.region, arena.size_bytes + 4 * backend.block_bytes)
 

@@ -1,13 +1,15 @@
 """Passes and machines for the tests of planning: a regular network, what hypothesis thinks of, a plan played."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 from hypothesis import strategies as st
 
+from lightning_ssd.planning.lifetimes import Lifetimes
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.recompute_trace import input_of, recomputed
-from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.planning.simulator import Played, predict
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
 
 KEEP, SSD, HOST = Placement.KEEP, Placement.SSD, Placement.HOST
@@ -129,3 +131,19 @@ def play(case, machine, plan):
     places = [plan.placements[i] if i >= 0 else inputs[input_of(i)] for i in old]
     kept = [KEEP if place is Placement.RECOMPUTE else place for place in places]
     return simulate(other, kept, machine, limit_bytes=plan.limit_bytes, ahead_bytes=plan.ahead_bytes)
+
+
+def simulate(case, placements, machine, *, limit_bytes, ahead_bytes):
+    """Play a pass, and tell its moves, its stalls and the bytes in memory besides."""
+    log = list[Played]()
+    prediction = predict(
+        Lifetimes(case), placements, machine, limit_bytes=limit_bytes, ahead_bytes=ahead_bytes, log=log
+    )
+    resident = [(one.start_s, one.nbytes) for one in log if one.what == "resident"]
+    resident.append((case.end_s + prediction.stall_s, resident[-1][1] if resident else 0))
+    return SimpleNamespace(
+        prediction=prediction,
+        moves=[one for one in log if one.what in ("write", "read")],
+        stalls=[one for one in log if one.what in ("room", "late")],
+        resident=resident,
+    )

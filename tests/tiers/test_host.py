@@ -31,11 +31,18 @@ def _interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_before_the_job_is_queued_takes_no_room(make_tier, monkeypatch):
+@pytest.mark.parametrize("where", ["while room is taken", "when room is taken", "before the job is queued"])
+def test_an_interrupt_takes_no_room(where, make_tier, monkeypatch):
     tier = make_tier()
     requests = [WriteRequest(Owner(random_storage(MIB, i)), MIB, None, "") for i in range(4)]
     with monkeypatch.context() as patches:
-        patches.setattr(tier._writes, "submit", _interrupt)
+        if where == "while room is taken":
+            room = [*(tier.arena.allocate(MIB) for _ in range(3)), None]
+            patches.setattr(tier.arena, "allocate", lambda nbytes: room.pop(0) or _interrupt())
+        elif where == "when room is taken":
+            patches.setattr(tier.arena, "_say", _interrupt)
+        else:
+            patches.setattr(tier._writes, "submit", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             tier.write_all(requests)
     assert tier.used_bytes == 0

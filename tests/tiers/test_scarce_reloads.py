@@ -5,7 +5,7 @@ import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import fetcher, tensor_cache
-from lightning_ssd.activations.prefetcher import Prefetcher
+from lightning_ssd.activations.fetcher import Fetcher
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
@@ -98,7 +98,8 @@ def test_what_is_given_up_has_gone_before_memory_is_asked_for_again():
     record.mark = LateMark(reloaded)
     record.hold_ahead()
     passes = [OnePass(record)]
-    has_dropped, reads = Prefetcher(record.accounting, passes, PrefetchBudget(), torch.device("cpu")).give_up()
+    looks = {"budget": PrefetchBudget(), "device": torch.device("cpu"), "tier": None}
+    has_dropped, reads = Fetcher(record.accounting, passes, stalls=None, clock=None, copies=None, **looks)._give_up()
     assert (has_dropped, reads) == (True, [])
     assert not record.key.alive()
 
@@ -110,14 +111,14 @@ def test_the_last_that_is_tried_is_pytorchs_cache(tmp_path, monkeypatch):
         def empty_cache(self):
             self.is_empty = True
 
-    accelerator, start = Accelerator(), SavedStorage.start_read
+    accelerator, start = Accelerator(), SavedStorage.start_reads
 
-    def full(record, device, *, urgent):
+    def full(records, device, *, urgent):
         if not accelerator.is_empty:
             raise torch.OutOfMemoryError("injected")
-        start(record, device, urgent=urgent)
+        start(records, device, urgent=urgent)
 
     monkeypatch.setattr(fetcher, "accelerator_of", lambda device: accelerator)
-    monkeypatch.setattr(SavedStorage, "start_read", full)
+    monkeypatch.setattr(SavedStorage, "start_reads", staticmethod(full))
     assert_trains_exactly(tmp_path)
     assert accelerator.is_empty

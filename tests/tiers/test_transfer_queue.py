@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -23,26 +23,22 @@ from tests.support.threads import at_once
 class Move(Transfer):
     """Runs the given chunks and records what happens to it."""
 
-    def __init__(self, *chunks: Chunk, wanted: bool = True, urgent: bool = False) -> None:
+    def __init__(self, *chunks: Chunk, urgent: bool = False) -> None:
         super().__init__("read", 7, urgent=urgent)
         self._work = chunks
-        self._wanted = wanted
         self.begin_error: Exception | None = None
         self.calls: list[str] = []
         self.result: BaseException | None = None
 
-    def begin(self) -> Sequence[Chunk] | None:
+    def begin(self) -> Sequence[Chunk]:
         self.calls.append("begin")
         if self.begin_error:
             raise self.begin_error
-        return list(self._work) if self._wanted else None
+        return list(self._work)
 
     def finish(self, error: BaseException | None) -> None:
         self.calls.append("finish")
         self.result = error
-
-    def discard(self) -> None:
-        self.calls.append("discard")
 
 
 @pytest.fixture
@@ -113,7 +109,8 @@ def test_close_discards_what_has_not_begun(events: EventLog) -> None:
     queue.close()
     queue.close()
     waiting.wait()
-    assert waiting.calls == ["discard"]
+    assert waiting.calls == ["finish"]
+    assert isinstance(waiting.result, OffloaderClosedError)
     with pytest.raises(OffloaderClosedError, match="open it again"):
         queue.submit(Move())
 
@@ -255,10 +252,6 @@ class Faulty(Move):
         self._stumble("settle")
         return None
 
-    def discard(self) -> None:
-        super().discard()
-        self._stumble("discard")
-
     def _stumble(self, where: str) -> None:
         memory = Memory()
         memories.append(weakref.ref(memory))
@@ -306,18 +299,18 @@ def test_an_end_that_raises_ends_no_worker(where: str, events: EventLog) -> None
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("where", ["finish", "discard"])
-def test_a_fault_that_nobody_was_told_is_raised_by_close(where: str, events: EventLog) -> None:
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_fault_that_nobody_was_told_is_raised_by_close(has_begun: bool, events: EventLog) -> None:
     queue = TransferQueue("read", 1, events)
-    if where == "discard":
+    if not has_begun:
         release = blocked(queue)
         threading.Timer(0.1, release.set).start()
-    first, second = Faulty(where), Faulty(where)
+    first, second = Faulty("finish"), Faulty("finish")
     for move in (first, second):
         queue.submit(move)
-    while where == "finish" and not second.ended:
+    while has_begun and not second.ended:
         time.sleep(0.001)
-    with pytest.raises(LookupError, match=where):
+    with pytest.raises(LookupError, match="finish"):
         within(PATIENCE_S, queue.close)
     assert first.ended
     assert second.ended
@@ -349,7 +342,7 @@ def test_closing_runs_what_a_move_that_is_just_beginning_brings_for_another_lane
     begun, goes_on = threading.Event(), threading.Event()
 
     class Beginning(Move):
-        def begin(self) -> Sequence[Callable[[], None]] | None:
+        def begin(self) -> Sequence[Chunk]:
             begun.set()
             assert goes_on.wait(PATIENCE_S)
             self.lanes = [0, 1]

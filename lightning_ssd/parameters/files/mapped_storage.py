@@ -211,7 +211,7 @@ class MappedStorage:
                 _begin_writing(direct, self._extent.offset, self._extent.nbytes)
             except OSError as error:
                 way = "" if error.filename is None else f" by {error.filename}"
-                what = f"a weight or gradient could not be written to {self.arena.path}{way}"
+                what = f"a weight or gradient could not be written to {self.arena.directory}{way}"
                 raise as_storage_error(error, what) from error
 
     def forget(self) -> None:

@@ -222,5 +222,5 @@ def _shown(arena: Arena, extent: Extent) -> FileView:
 
 
 def _lost(arena: Arena, error: OSError) -> StorageError:
-    what = f"weights or gradients that were changed could not be written to {arena.path}; go on from a checkpoint"
+    what = f"weights or gradients that were changed could not be written to {arena.directory}; go on from a checkpoint"
     return as_storage_error(error, what)
