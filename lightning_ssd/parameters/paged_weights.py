@@ -69,7 +69,7 @@ class PagedWeights(ABC, Generic[Memory]):
         self._is_replicated = is_replicated
         self.residents = residents
         if residents is not None:
-            residents.gauge.count_out(pager)
+            residents.gauge.count_out(lambda: pager.passing_bytes)
         self._min_nbytes = min_nbytes
         self._device = device
         self._windows: list[Window | Gathering] = []

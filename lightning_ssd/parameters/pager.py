@@ -182,15 +182,18 @@ class Pager(ABC, Generic[Memory]):
         return known
 
     @property
-    def present_bytes(self) -> int:
-        """Bytes in memory, or on its way there. Takes no lock."""
+    def passing_bytes(self) -> int:
+        """Bytes in memory, or on the way there, to be used and given back: not those that the program holds. Takes no
+        lock once :attr:`window_bytes` is known.
+        """
         coming = [unit for unit in list(self.units) if unit.coming is not None and unit.resident_bytes is None]
-        return self.resident_bytes + sum(weight.memory.nbytes for unit in coming for weight in list(unit.weights))
+        present = self.resident_bytes + sum(weight.memory.nbytes for unit in coming for weight in list(unit.weights))
+        return min(present, self.window_bytes)
 
     @property
     def to_come_bytes(self) -> int:
-        """Bytes that may be in memory at a time, and are not present. Takes no lock once the former is known."""
-        return 0 if self.is_closed else max(self.window_bytes - self.present_bytes, 0)
+        """Bytes that may be in memory at a time, and are not present."""
+        return 0 if self.is_closed else self.window_bytes - self.passing_bytes
 
     # -- uses ----------------------------------------------------------------------------------------------------
 

@@ -132,13 +132,6 @@ class StateStore:
         """
         self._homes[first if first is not None else len(self) :] = [SubgroupEntry() for _ in range(num)]
 
-    @property
-    def drive_bytes(self) -> int:
-        """Bytes of the subgroups that the drives hold."""
-        with self._lock:
-            copies = [home.copy for home in self._homes]
-        return sum(copy.stored.body_nbytes for copy in copies if copy is not None and not copy.is_cached)
-
     def in_memory(self) -> list[int]:
         """Return the subgroups that are in memory, and need no fetch."""
         with self._lock:
@@ -510,11 +503,6 @@ class StateStore:
         """Release the copies in a list, to which the caller may add, after ``hold`` has died: with the next move."""
         with self._lock:
             self._returned.watch(hold, copies)
-
-    def settle(self) -> None:
-        """Release the copies of dead holders."""
-        with self._lock:
-            self._returned.give_back()
 
     def _until(self, is_done: Callable[[], bool], line: StatusLine | None = None) -> None:
         """Wait until ``is_done()``, called under the lock after each change; ``line`` is updated without the lock."""
