@@ -6,6 +6,8 @@ import enum
 import threading
 from collections.abc import Callable
 
+import torch
+
 from lightning_ssd.memory.malloc import (
     HeapReuse,
     besides_blocks_bytes,
@@ -13,10 +15,11 @@ from lightning_ssd.memory.malloc import (
     has_whole_pages,
     trim,
 )
-from lightning_ssd.memory.readings import ResidentSet
+from lightning_ssd.memory.readings import level_bytes
 
 __all__ = ["HeapMode", "HeapPolicy"]
 
+_CPU = torch.device("cpu")
 _SLACK_BYTES = 16 << 20
 """Free memory that never has to return, but where all has to."""
 _LEAST_BYTES = 4 << 20
@@ -55,15 +58,14 @@ class HeapPolicy:
 
     Args:
         is_ours: whether activations live in memory of malloc; False does nothing.
-        level: bytes resident in this process; default: by the kernel.
+        level: returns the bytes resident in this process.
     """
 
-    def __init__(self, *, is_ours: bool = False, level: Callable[[], int] | None = None) -> None:
+    def __init__(self, *, is_ours: bool = False, level: Callable[[], int] = lambda: level_bytes(_CPU)) -> None:
         self._reuse = HeapReuse()
         self.is_ours = is_ours and self._reuse.reason is None
         """Whether activations live in memory that glibc manages."""
-        self._resident = ResidentSet() if self.is_ours and level is None else None
-        self._level = level or (self._resident.read if self._resident is not None else lambda: 0)
+        self._level = level
         # One thread looks at a time; nothing is waited for. A leaf lock.
         self._looking = threading.Lock()
         self._looked_bytes = 0
@@ -139,8 +141,7 @@ class HeapPolicy:
             if returns or level > self._needed_bytes + _SLACK_BYTES:
                 needed_bytes = self._without_free(level, _LEAST_BYTES if returns else _SLACK_BYTES)
                 self._needed_bytes = max(self._needed_bytes, needed_bytes)
-        except (OSError, ValueError, IndexError):
-            # Out of file descriptors, or a program has closed ours: memory can return at the next look.
+        except OSError:  # out of file descriptors, say: memory can return at the next look
             return
 
     def _without_free(self, level: int, least_bytes: int) -> int:
@@ -164,5 +165,3 @@ class HeapPolicy:
         if self.is_ours:
             self._reuse.end()
             trim()
-        if self._resident is not None:
-            self._resident.close()

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lightning_ssd.memory.readings import (
-    ResidentSet,
     available_bytes,
     cgroup_available_bytes,
     cgroup_limit_bytes,
@@ -64,34 +63,6 @@ def test_the_level_of_a_cpu_is_what_the_process_uses():
     before = len(os.listdir("/proc/self/fd"))
     level_bytes(cpu)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-@linux_only
-def test_the_resident_set_is_that_of_this_process_in_a_fork_too():
-    cpu = torch.device("cpu")
-    resident = ResidentSet()
-    before = resident.read()
-    assert abs(before - level_bytes(cpu)) < 4 * MIB
-    with mmap.mmap(-1, 64 * MIB) as block:
-        block.write(bytes(64 * MIB))
-        assert abs(resident.read() - level_bytes(cpu)) < 4 * MIB
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            with mmap.mmap(-1, 64 * MIB) as block:
-                block.write(bytes(64 * MIB))
-                status = int(abs(resident.read() - level_bytes(cpu)) >= 4 * MIB)
-            resident.close()
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert resident.read() > 0
-    num_open = len(os.listdir("/proc/self/fd"))
-    resident.close()
-    resident.close()
-    assert len(os.listdir("/proc/self/fd")) == num_open - 1
-    assert abs(resident.read() - level_bytes(cpu)) < 4 * MIB, "opened each time"
 
 
 def test_the_level_of_a_device_is_read_without_starting_cuda(monkeypatch):
