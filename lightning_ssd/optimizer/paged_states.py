@@ -122,15 +122,6 @@ class PagedStates:
     def has_master(self, parameter: torch.Tensor) -> bool:
         return self.master_weights and has_master(parameter)
 
-    def _subgroup_bytes(self, groups: Groups) -> int:
-        nbytes: int = sum(
-            even_numel(p) * self._trials.element_bytes(p, number)
-            for number, group in enumerate(groups)
-            for p in group["params"]
-            if has_shape(p)
-        )
-        return update_memory.subgroup_bytes(nbytes, self.files.tier.num_directories)
-
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def register(self, groups: Groups) -> None:
@@ -139,7 +130,10 @@ class PagedStates:
         new = [p for group in groups for p in group["params"] if self.partition.number_of(p) is None and has_shape(p)]
         if new:
             if not self.partition.subgroups:
-                self._slot_bytes = self.partition.max_bytes = self._subgroup_bytes(groups)
+                shaped = [p for group in groups for p in group["params"] if has_shape(p)]
+                nbytes = sum(even_numel(p) * self._trials.element_bytes(p, numbers[id(p)]) for p in shaped)
+                largest = update_memory.subgroup_bytes(nbytes, self.files.tier.num_directories)
+                self._slot_bytes = self.partition.max_bytes = largest
             self.partition.extend(
                 new,
                 lambda p: self._trials.element_bytes(p, numbers[id(p)]),
