@@ -267,10 +267,10 @@ def test_what_was_updated_is_written_at_once_where_memory_is_short(parameters, f
     pages = UpdatePages(files, room)
     piece = Piece(parameters[1], NUMEL // 4, NUMEL // 2)
     memory = mapped_storage.mapped_storage_of(parameters[1])
-    assert memory._extent.offset > 0
+    assert memory.extent.offset > 0
     with pages.updating([piece], []):
         assert not begun
-    assert begun == ([] if is_enough else [(memory._extent.offset + NBYTES // 4, NBYTES // 4)])
+    assert begun == ([] if is_enough else [(memory.extent.offset + NBYTES // 4, NBYTES // 4)])
     assert room.asked == [files.used_bytes]
     memory.make_private()
     with pages.updating([piece], []):

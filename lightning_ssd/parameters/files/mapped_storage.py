@@ -73,7 +73,7 @@ class MappedStorage:
         self.arena = arena
         self._view: FileView | None = view
         self._fd = arena.fd  # a forked child has it too, and may not ask the arena
-        self._extent = extent
+        self.extent = extent
         self._is_private = False
         # Guards that it becomes private against a thread that takes pages out. A leaf lock.
         self._sharing = threading.RLock()
@@ -96,7 +96,7 @@ class MappedStorage:
     def _pages(self, part: Part | None) -> tuple[int, int]:
         """Where in the extent the pages of a part (``None``: of all) begin, and how long they are together."""
         if part is None:
-            return 0, self._extent.nbytes
+            return 0, self.extent.nbytes
         start = self.start + part[0]
         first = start // PAGE_BYTES * PAGE_BYTES
         return first, round_up(start + part[1], PAGE_BYTES) - first
@@ -115,7 +115,7 @@ class MappedStorage:
         first, length = self._pages(part)
         if not self._is_private:
             with self.arena.use() as fd:
-                scratch.read(fd, self._extent.offset + first, length, is_wanted)
+                scratch.read(fd, self.extent.offset + first, length, is_wanted)
 
     def bring_in(self, part: Part | None = None, *, changes: bool = False, to_stay: bool = False) -> None:
         """Read what is not in memory, and map it. Blocks.
@@ -154,7 +154,7 @@ class MappedStorage:
         first, length = self._pages(part)
         if not self._is_private:
             with self.arena.use() as fd:
-                _begin_writing(fd, self._extent.offset + first, length)
+                _begin_writing(fd, self.extent.offset + first, length)
 
     def make_private(self) -> None:
         """Keep later writes to the memory in this process: no page leaves, and nothing is written to the file.
@@ -167,7 +167,7 @@ class MappedStorage:
             if self._view is None or self._is_private:
                 return
             try:
-                self._view.show(0, self._fd, self._extent.offset, self._extent.nbytes)
+                self._view.show(0, self._fd, self.extent.offset, self.extent.nbytes)
             except MemoryError:
                 _never_private.append(self)  # so that a fork is kept from it
                 return
@@ -194,8 +194,8 @@ class MappedStorage:
                 # Opened again for the page cache: the arena's own descriptor may go around it, which wants other
                 # addresses. By an object, which closes the file if an interrupt comes before it is held.
                 with io.FileIO(f"/proc/self/fd/{direct}", "r+") as again:
-                    _write_all(again.fileno(), region, self._extent.offset + self.start)
-                _begin_writing(direct, self._extent.offset, self._extent.nbytes)
+                    _write_all(again.fileno(), region, self.extent.offset + self.start)
+                _begin_writing(direct, self.extent.offset, self.extent.nbytes)
             except OSError as error:
                 way = "" if error.filename is None else f" by {error.filename}"
                 what = f"a weight or gradient could not be written to {self.arena.path}{way}"
@@ -205,7 +205,7 @@ class MappedStorage:
         """Unmap the memory of a storage that is held no more, then give its place in the file back. Idempotent."""
         if self._view is not None:  # else it was, and another storage may have the place by now
             self._view = None
-            self.arena.free(self._extent)
+            self.arena.free(self.extent)
 
 
 def _write_all(fd: int, region: Region, offset: int) -> None:
