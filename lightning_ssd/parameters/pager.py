@@ -80,7 +80,7 @@ class Unit(Generic[Memory]):
     def __init__(self, number: int, name: str, user: object | None) -> None:
         self.number = number
         self.name = name
-        self.user: Callable[[], object | None] = _nobody if user is None else weakref.ref(user)
+        self.user: Callable[[], object | None] = (lambda: None) if user is None else weakref.ref(user)
         self.weights: list[Weight[Memory]] = []
         self.num_windows = 0
         """Calls of its forward under way. Its pages stay as long."""
@@ -89,10 +89,6 @@ class Unit(Generic[Memory]):
         self.coming: Latch | None = None
         """Opens when the read under way has ended."""
         self.error: BaseException | None = None
-
-
-def _nobody() -> None:
-    """The user of a unit that has none."""
 
 
 def _key(place: Place) -> object:
@@ -205,7 +201,12 @@ class Pager(ABC, Generic[Memory]):
             OffloaderClosedError: this is a fork of the process that they belong to.
         """
         if self.is_closed:
-            self._refuse_fork(unit)
+            if os.getpid() != self._pid:
+                raise OffloaderClosedError(
+                    f"the weights of {unit.name or 'the model'} wait on a drive for process {self._pid}, and this is "
+                    f"its fork {os.getpid()}, where they cannot be read; copy the model before the fork "
+                    "(copy.deepcopy), or start processes by spawn"
+                )
             return
         with self._lock:
             unit.num_windows += 1
@@ -214,14 +215,6 @@ class Pager(ABC, Generic[Memory]):
             return
         self._in_backward = None
         self._use(unit, "forward" if torch.is_grad_enabled() else "evaluation")
-
-    def _refuse_fork(self, unit: Unit[Memory]) -> None:
-        if os.getpid() != self._pid:
-            raise OffloaderClosedError(
-                f"the weights of {unit.name or 'the model'} wait on a drive for process {self._pid}, and this is its "
-                f"fork {os.getpid()}, where they cannot be read; copy the model before the fork (copy.deepcopy), or "
-                "start processes by spawn"
-            )
 
     def is_traced(self, unit: Unit[Memory]) -> None:
         """The compiler traces a forward: what it compiles will run without us."""
