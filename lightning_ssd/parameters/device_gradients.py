@@ -134,7 +134,6 @@ class DeviceGradients:
             disk_bytes=ssd.disk_bytes,
             stall_s=self.pager.stall_s,
             stall_backward_s=self.pager.stall_backward_s,
-            num_late_weights=self.pager.num_late,
         )
 
     def close(self) -> None:

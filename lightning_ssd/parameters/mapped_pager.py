@@ -46,9 +46,6 @@ class MappedPager(Pager[MappedStorage]):
         super()._look_ahead(ahead, further)
         self._further.ask(() if further is None or further is ahead else _frozen(further))
 
-    def _is_late(self, unit: Unit[MappedStorage], expected: Unit[MappedStorage] | None) -> bool:
-        return unit is not expected and super()._is_late(unit, expected)
-
     def close(self) -> None:
         super().close()
         self._next.close()

@@ -334,10 +334,8 @@ class PagedWeights(ABC, Generic[Memory]):
             stall_s=self.pager.stall_s,
             stall_backward_s=self.pager.stall_backward_s,
             weights_bytes=sum(weight.memory.nbytes for weight in self.pager.weights),
-            weights_resident_bytes=self.pager.resident_bytes,
             weights_resident_peak_bytes=self.pager.resident_peak_bytes,
             weights_kept_bytes=0 if self.residents is None else self.residents.kept_bytes,
-            num_late_weights=self.pager.num_late,
         )
 
     @property

@@ -104,7 +104,7 @@ class Pager(ABC, Generic[Memory]):
         """Whose weights lie in a storage, by its address. Read in the hot path, without a lock."""
         self.units: list[Unit[Memory]] = []
         self._by_place: dict[object, Unit[Memory]] = {}
-        self.resident_bytes = self.resident_peak_bytes = self.num_late = 0
+        self.resident_bytes = self.resident_peak_bytes = 0
         self.stall_s = self.stall_backward_s = 0.0
         # The use that came after each use the last time. One is enough where the order hardly changes: a forward ends
         # where its backward begins, and each phase has successors of its own. A wrong guess costs time only.
@@ -299,15 +299,10 @@ class Pager(ABC, Generic[Memory]):
             left, self._left = self._left, None
             if left is not None and left is not unit and left is not ahead:
                 self._send_out(left, strays=True)
-            self.num_late += self._is_late(unit, guessed)
             latch = self._request(unit)
             further = None if following is None else self._after.get(following)
             self._look_ahead(None if ahead is unit else ahead, None if further is None else self.units[further[0]])
         self._wait(unit, latch)
-
-    def _is_late(self, unit: Unit[Memory], expected: Unit[Memory] | None) -> bool:
-        """Whether no thread has asked for a unit whose use begins."""
-        return unit.resident_bytes is None and unit.coming is None
 
     def _wait(self, unit: Unit[Memory], latch: Latch | None) -> None:
         """Block until a unit that was requested is here. The caller holds no lock."""
