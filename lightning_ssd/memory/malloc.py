@@ -124,8 +124,6 @@ def malloc_name() -> str:
 
 def _glibc() -> tuple[Any, str | None]:
     """The C library if it is glibc and its malloc is in use, else the reason why not."""
-    if sys.platform != "linux":
-        return None, f"the C library of {sys.platform} is not glibc"
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return None, "the C library is not glibc"

@@ -1,6 +1,6 @@
 """How much memory there is, and how much is used.
 
-Host numbers come from ``/proc`` and the cgroup files; where the system has none (macOS), they are ``None``. Device
+Host numbers come from ``/proc`` and the cgroup files; where ``/proc`` is not mounted, they are ``None``. Device
 numbers come from PyTorch's allocator there; asking never starts a device and never resets a peak that others read.
 """
 
@@ -10,7 +10,6 @@ import errno
 import functools
 import io
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +70,6 @@ def read_memory(device: torch.device | str | None = None) -> MemoryReadings:
         device: to include, if it is an accelerator; while it is not in use, its numbers are ``None``.
     """
     peak, host = _read_kib("/proc/self/status", "VmHWM", "VmRSS")
-    if peak is None and sys.platform == "darwin":
-        import resource  # Not on every platform, and only needed where /proc is missing.
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     stats = _allocator_stats(torch.device("cpu") if device is None else torch.device(device))
     return MemoryReadings(
         host_bytes=host,

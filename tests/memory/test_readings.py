@@ -1,6 +1,5 @@
 import mmap
 import os
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +17,8 @@ from lightning_ssd.memory.readings import (
 )
 
 MIB = 1 << 20
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@linux_only
 def test_the_host_peak_begins_anew_only_on_request():
     # Mapped by ourselves and touched: what malloc keeps of a freed tensor depends on the tests that ran before.
     with mmap.mmap(-1, 128 * MIB) as block:
@@ -48,7 +45,6 @@ def test_device_peak_and_its_reset():
     assert read_memory("cuda").device_peak_bytes < readings.device_peak_bytes
 
 
-@linux_only
 def test_the_level_of_a_cpu_is_what_the_process_uses():
     cpu = torch.device("cpu")
     before = level_bytes(cpu)
@@ -77,7 +73,6 @@ def test_the_level_of_a_device_is_read_without_starting_cuda(monkeypatch):
     assert level_bytes(torch.device("cuda", 0)) == 7
 
 
-@linux_only
 def test_available_on_a_cpu_is_what_the_host_has(monkeypatch):
     assert host_available_bytes() > 0
     # What others take between two readings is not ours.

@@ -26,7 +26,7 @@ from lightning_ssd.storage.spill_file import Arena, Extent
 __all__ = ["MappedStorage", "Part", "is_mapped", "mapped_storage_of", "naming", "write_refusal"]
 
 _WAIT_BEFORE, _WRITE = 1, 2  # SYNC_FILE_RANGE_WAIT_BEFORE and SYNC_FILE_RANGE_WRITE
-_sync_file_range: Callable[..., int] | None = getattr(libc, "sync_file_range", None)
+_sync_file_range: Callable[..., int] = libc.sync_file_range
 
 Part = tuple[int, int]
 """First byte of some of a storage, and how many they are."""
@@ -231,17 +231,11 @@ def _begin_writing(fd: int, offset: int, nbytes: int) -> None:
 
     A hint: what the drive refuses is told where it is waited for (:func:`write_refusal`, ``fdatasync``).
     """
-    if _sync_file_range is not None:
-        _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE)
+    _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE)
 
 
 def write_refusal(fd: int) -> OSError | None:
-    """Wait for what is being written of a file now, and return what the drive has refused since the last call.
-
-    ``None`` also where the system cannot be asked (musl's C library).
-    """
-    if _sync_file_range is None:
-        return None
+    """Wait for what is being written of a file now, and return what the drive has refused since the last call."""
     failed = _sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), _WAIT_BEFORE)
     return OSError(ctypes.get_errno(), "") if failed else None
 
