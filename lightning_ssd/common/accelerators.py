@@ -21,7 +21,6 @@ __all__ = [
     "device_types",
     "has_streams",
     "is_capturing",
-    "set_current_device",
     "what_is_missing",
     "with_index",
 ]
@@ -259,14 +258,6 @@ def current_device() -> torch.device | None:
     if kind is None or is_initialized is None or not is_initialized():
         return None
     return torch.device(kind, torch.accelerator.current_device_index())
-
-
-def set_current_device(device: torch.device) -> None:
-    """Make ``device`` the calling thread's current device."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.accelerator.set_device_index(device)
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -20,7 +20,6 @@ from lightning_ssd.common.accelerators import (
     device_types,
     has_streams,
     is_capturing,
-    set_current_device,
     what_is_missing,
     with_index,
 )
@@ -38,7 +37,7 @@ def look(directory: str) -> None:
     assert isinstance(accelerator_of(DEVICE), Accelerator)
     assert isinstance(accelerator_of(torch.device("cuda", 0)), CudaAccelerator)
     assert current_device() == DEVICE == with_index(torch.device("bare"))
-    set_current_device(DEVICE)
+    torch.accelerator.set_device_index(DEVICE)
     assert not is_capturing()
     assert (level_bytes(DEVICE), available_bytes(DEVICE)) == (0, None)
     assert (read_memory(DEVICE).device_bytes, read_memory(DEVICE).device_peak_bytes) == (None, None)
