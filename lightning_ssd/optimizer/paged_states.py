@@ -33,15 +33,10 @@ from lightning_ssd.planning import update_memory
 from lightning_ssd.telemetry.events import EventLog, StallEvent
 from lightning_ssd.telemetry.stats import OptimizerStats
 
-__all__ = ["PagedStates", "Updating", "Visit", "nothing"]
+__all__ = ["PagedStates", "Updating", "Visit"]
 
 Groups = Sequence[Mapping[str, Any]]
 Updating = Callable[[Sequence[Piece], Sequence[Piece]], contextlib.AbstractContextManager[None]]
-
-
-def nothing(now: Sequence[Piece], following: Sequence[Piece]) -> contextlib.AbstractContextManager[None]:
-    """Do nothing around an update, because all parameters are in memory."""
-    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,7 @@ class PagedStates:
         files: StateFiles,
         *,
         master_weights: bool,
-        events: EventLog | None,
+        events: EventLog,
         updating: Updating,
     ) -> None:
         self._updating = updating
@@ -298,7 +293,7 @@ class PagedStates:
 
     def _taken(self, index: int) -> torch.UntypedStorage | None:
         asked_s, storage = time.perf_counter(), self.store.take(index)
-        if self._events is not None and storage is not None:
+        if storage is not None:
             self._events.append(StallEvent(storage.nbytes(), asked_s, time.perf_counter()))
         return storage
 
