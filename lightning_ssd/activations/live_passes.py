@@ -172,7 +172,7 @@ class LivePasses:
         counters, level_bytes = self._accounting.counters, 0
         keeps: Callable[[int], bool] = _never
         if self._scheduler is not None and self._scheduler.returns_memory(current.signature):
-            self._heap_policy.enter(HeapMode.RETURN)  # what is free in the heap is not needed
+            self._heap_policy.enter(HeapMode.MAP_EACH)  # what is free in the heap is not needed
         available_bytes = self._memory_of(current.signature)
         if self._scheduler is not None:
             level_bytes = self._last_level - counters.resident_bytes
@@ -282,7 +282,7 @@ class LivePasses:
             self._seen[current.signature] = _Seen(max(nbytes, known.nbytes), has_kept or known.has_kept)
 
     def _set_heap_mode(self, cursor: PlanCursor | None, available_bytes: int | None) -> None:
-        if (mode := _heap_mode(cursor)) in (HeapMode.TRIM, HeapMode.RETURN):
+        if (mode := _heap_mode(cursor)) in (HeapMode.TRIM, HeapMode.MAP_EACH):
             self._expect_moving(cursor, available_bytes)
         self._heap_policy.enter(mode)
 
@@ -434,4 +434,4 @@ def _heap_mode(cursor: PlanCursor | None) -> HeapMode:
         return HeapMode.TRIM
     if not cursor.may_move:
         return HeapMode.RELAXED
-    return HeapMode.RETURN if cursor.returns_memory else HeapMode.TRIM
+    return HeapMode.MAP_EACH if cursor.returns_memory else HeapMode.TRIM

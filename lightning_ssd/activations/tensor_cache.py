@@ -770,7 +770,7 @@ class TensorCache:
             had_room = not current.cursor.ran_out and current.cursor.limit_bytes is None
             placement = current.cursor.place(nbytes)
             if had_room and current.cursor.ran_out:
-                self._heap_policy.enter(HeapMode.RETURN)  # as this pass did not expect
+                self._heap_policy.enter(HeapMode.MAP_EACH)  # as this pass did not expect
             return placement
         if current.expects_keep(self._passes.book, nbytes):
             return Placement.KEEP  # wanted at once

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 
 from lightning_ssd.memory.host_room import AMPLE, HostRoom
-from lightning_ssd.memory.malloc import HeapReuse, has_whole_pages, trim
+from lightning_ssd.memory.malloc import MallocThreshold, has_whole_pages, trim
 
 __all__ = ["FreedMemory"]
 
@@ -31,7 +31,7 @@ class FreedMemory:
     """
 
     def __init__(self, *, is_limited: bool = False, num_processes: int = 1) -> None:
-        self._reuse, self._room = HeapReuse(), HostRoom(num_processes)
+        self._threshold, self._room = MallocThreshold(), HostRoom(num_processes)
         self._is_short = is_limited
         self._waiting_bytes = 0
         self._next_look_s = 0.0
@@ -42,16 +42,16 @@ class FreedMemory:
         self._waiting_bytes = waiting_bytes
         self._look_for(AMPLE * waiting_bytes)
         if waiting_bytes and not self._is_short and has_whole_pages():
-            self._reuse.begin()
+            self._threshold.reuse()
         else:
-            self._reuse.end()
+            self._threshold.restore()
 
     def _look_for(self, nbytes: int) -> None:
         """See whether so much memory is available."""
         with suppress(OSError):  # out of file descriptors, say: the next look may tell
             if nbytes and not self._is_short and self._room.available_bytes(self._waiting_bytes) < nbytes:
                 self._is_short = True
-                self._reuse.end()
+                self._threshold.restore()
 
     def look(self) -> None:
         """A backward is over."""
@@ -65,5 +65,5 @@ class FreedMemory:
 
     def close(self) -> None:
         """Leave glibc as it is without us."""
-        self._reuse.end()
+        self._threshold.restore()
         trim()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import threading
+import time
 from collections.abc import Callable
 
 import torch
 
 from lightning_ssd.memory.malloc import (
-    HeapReuse,
+    MallocThreshold,
     besides_blocks_bytes,
     free_heap_bytes,
     has_whole_pages,
@@ -20,10 +21,10 @@ from lightning_ssd.memory.readings import level_bytes
 __all__ = ["HeapMode", "HeapPolicy"]
 
 _CPU = torch.device("cpu")
+_MIN_RELAXED_S = 0.2
+"""Between borders that are closer than this, changing to and fro would cost more than it saves."""
 _SLACK_BYTES = 16 << 20
-"""Free memory that never has to return, but where all has to."""
-_LEAST_BYTES = 4 << 20
-"""Free memory that is worth a trim where all has to return."""
+"""Free memory that never has to return."""
 _LOOK_BYTES = 16 << 20
 """Looked at after so much has been saved or brought back. A look costs 0.25 ms: a file of ``/proc`` is read without the
 GIL."""
@@ -36,8 +37,8 @@ class HeapMode(enum.Enum):
     """It stays or goes as malloc sees fit: the pass keeps everything."""
     TRIM = enum.auto()
     """It stays for the tensors to come, up to what the pass is expected to take, and is given back above that."""
-    RETURN = enum.auto()
-    """It is given back at each look."""
+    MAP_EACH = enum.auto()
+    """It is given back at once: each tensor is mapped on its own."""
 
 
 class HeapPolicy:
@@ -48,11 +49,11 @@ class HeapPolicy:
     What is resident beyond that and some slack is given back (``malloc_trim``) if it is free; if it is in use, the
     worst moment is a worse one than was known.
 
-    Where the limit is one of all memory, or there is little, nothing may stay. A pass that keeps everything has glibc
-    as it is without us.
+    Where the limit is one of all memory, or there is little, nothing may stay: glibc maps each tensor on its own
+    (:class:`~lightning_ssd.memory.malloc.MallocThreshold`). A pass that keeps everything has glibc as it is without us.
 
     Where tensors have whole pages, the heap reuses what it has: then glibc gives nothing back by itself in passes that
-    move and between them, and large tensors lie in the heap, too (:class:`~lightning_ssd.memory.malloc.HeapReuse`).
+    move and between them, and large tensors lie in the heap, too.
 
     Another malloc (tcmalloc, jemalloc) decides by itself.
 
@@ -62,17 +63,16 @@ class HeapPolicy:
     """
 
     def __init__(self, *, is_ours: bool = False, level: Callable[[], int] = lambda: level_bytes(_CPU)) -> None:
-        self._reuse = HeapReuse()
-        self.is_ours = is_ours and self._reuse.reason is None
-        """Whether activations live in memory that glibc manages."""
+        threshold = MallocThreshold() if is_ours else None
+        self._threshold = None if threshold is None or threshold.reason else threshold
+        self._reuses = self._threshold is not None and has_whole_pages()
         self._level = level
         # One thread looks at a time; nothing is waited for. A leaf lock.
         self._looking = threading.Lock()
+        self._last_border_s = 0.0
         self._looked_bytes = 0
         """Saved and brought back in the whole run, at the last look."""
-        self._mode: HeapMode | None = None
-        """That of the pass under way; ``None``: none is."""
-        self._is_scarce = self._has_holes = False
+        self._is_watched = self._is_scarce = self._has_holes = False
         self._needed_bytes = 0
         """Resident at the worst moment of such passes, without what was free; as far as it is known."""
         self._unheaped_bytes: int | None = None
@@ -81,25 +81,27 @@ class HeapPolicy:
         """Saved tensors at the worst moment of the next pass."""
 
     def enter(self, mode: HeapMode) -> None:
-        """Begin a pass, or give the one under way another mode. Where memory is scarce, ``TRIM`` is ``RETURN``."""
-        if not self.is_ours:
+        """Begin a pass, or give the one under way another mode. Where memory is scarce, ``TRIM`` is ``MAP_EACH``."""
+        if self._threshold is None:
             return
         if mode is HeapMode.TRIM and self._is_scarce:
-            mode = HeapMode.RETURN
+            mode = HeapMode.MAP_EACH
         # A leaf lock, as before: an interrupt may have left the last one taken.
         self._looking = threading.Lock()
         keeps = mode is HeapMode.RELAXED
-        if (keeps and self._has_holes) or (mode is HeapMode.RETURN is not self._mode):
+        if keeps and self._has_holes:
             # What keeps everything needs other holes than those that moved tensors have left: these would stay resident
             # beside it.
             trim()
         self._has_holes = not keeps
-        self._mode = mode
+        self._is_watched = mode is HeapMode.TRIM
         self._looked_bytes = -_LOOK_BYTES
-        if mode is HeapMode.TRIM and has_whole_pages():
-            self._reuse.begin()
+        if mode is HeapMode.MAP_EACH:
+            self._threshold.fix()
+        elif mode is HeapMode.TRIM and self._reuses:
+            self._threshold.reuse()
         else:
-            self._reuse.end()
+            self._threshold.restore()
 
     def expect(self, peak_bytes: int, room_bytes: int | None = None) -> None:
         """Note what the next pass that moves will take, before it enters. What is known of such passes outlasts others.
@@ -114,9 +116,14 @@ class HeapPolicy:
         self._needed_bytes = max(self._needed_bytes - _SLACK_BYTES // 8, 0)
         self._peak_bytes = peak_bytes
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether activations live in memory that glibc manages."""
+        return self._threshold is not None
+
     def free_bytes(self) -> int:
         """Return what is resident and free between passes: memory that the next one can have besides."""
-        return free_heap_bytes() if self.is_ours else 0
+        return 0 if self._threshold is None else free_heap_bytes()
 
     def look(self, come_bytes: int) -> None:
         """Give free memory back where there is too much of it. Called often, by workers too, so that nothing is raised.
@@ -124,7 +131,7 @@ class HeapPolicy:
         Args:
             come_bytes: saved activations that have come in the whole run so far, also from a drive.
         """
-        if self._mode in (None, HeapMode.RELAXED) or come_bytes < self._looked_bytes + _LOOK_BYTES:
+        if not self._is_watched or come_bytes < self._looked_bytes + _LOOK_BYTES:
             return
         looking = self._looking
         if looking.acquire(blocking=False):
@@ -135,21 +142,20 @@ class HeapPolicy:
                 looking.release()
 
     def _look(self) -> None:
-        returns = self._mode is HeapMode.RETURN
         try:
             level = self._level()
-            if returns or level > self._needed_bytes + _SLACK_BYTES:
-                needed_bytes = self._without_free(level, _LEAST_BYTES if returns else _SLACK_BYTES)
+            if level > self._needed_bytes + _SLACK_BYTES:
+                needed_bytes = self._without_free(level)
                 self._needed_bytes = max(self._needed_bytes, needed_bytes)
         except OSError:  # out of file descriptors, say: memory can return at the next look
             return
 
-    def _without_free(self, level: int, least_bytes: int) -> int:
-        """Give free memory back if there is more of it; return what is needed."""
+    def _without_free(self, level: int) -> int:
+        """Give free memory back if there is much of it; return what is needed."""
         besides_blocks = besides_blocks_bytes()
         if besides_blocks is not None and self._unheaped_bytes is not None:
             free = max(besides_blocks - self._unheaped_bytes, 0)
-            if free <= least_bytes:
+            if free <= _SLACK_BYTES:
                 # Such as gradients and what a loss needs: trimming would take holes from tensors that come next.
                 return level - free
         trim()
@@ -157,11 +163,15 @@ class HeapPolicy:
         return self._level()
 
     def border(self) -> None:
-        """A backward is over. What is free stays: given back here, it would be mapped anew by the next pass."""
-        self._mode = None
+        """A backward is over."""
+        self._is_watched = False
+        now_s = time.perf_counter()
+        if self._threshold is not None and not self._reuses and now_s - self._last_border_s > _MIN_RELAXED_S:
+            self._threshold.restore()
+        self._last_border_s = now_s
 
     def close(self) -> None:
-        """Leave malloc as it was."""
-        if self.is_ours:
-            self._reuse.end()
+        """Leave malloc as it was, without our holes."""
+        if self._threshold is not None:
+            self._threshold.restore()
             trim()

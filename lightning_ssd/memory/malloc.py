@@ -17,7 +17,7 @@ from lightning_ssd.memory.readings import anonymous_bytes
 
 __all__ = [
     "PAGES_VARIABLE",
-    "HeapReuse",
+    "MallocThreshold",
     "besides_blocks_bytes",
     "foreign_malloc",
     "free_heap_bytes",
@@ -134,64 +134,112 @@ def _glibc() -> tuple[Any, str | None]:
     return libc, None
 
 
-class HeapReuse:
-    """Has tensors of any size lie in glibc's heap, and freed ones stay there until :func:`trim`.
+class MallocThreshold:
+    """Makes freed tensors leave the process: glibc then maps each allocation from 64 KiB up on its own.
 
-    By default glibc maps what is larger than a threshold on its own, and gives the end of its heap back. It raises both
-    thresholds to what was freed last, up to 32 and 64 MiB.
+    By default glibc raises that threshold to the size of whatever mapped block was freed last, up to 32 MiB. From then
+    on tensors live in its heap, where a freed one stays resident as long as anything above it lives: on a CPU,
+    offloading would free nothing. Mapping costs page faults on each allocation, so that small ones stay in the heap.
+    Holes that the heap has by then would still be used first, so that :class:`_HeldHoles` occupies them meanwhile.
 
-    The setting belongs to the process, and holds as long as any user has begun. Afterwards the adjustment cannot be
-    switched on again: thresholds are then fixed to where it ends up, or to the user's own ``MALLOC_*_THRESHOLD_``
-    variables. Where glibc takes no such threshold (before 2.35), tensors from 32 MiB up are mapped as ever.
+    Or, by :meth:`reuse`, it makes freed tensors stay in the heap, which its user then trims.
+
+    The setting belongs to the process. Several users count, and :meth:`fix` comes before :meth:`reuse`. When the last
+    one restores, the dynamic adjustment cannot be switched on again: thresholds are then fixed to where it ends up
+    after a 32 MiB tensor was freed (map from 32 MiB, trim at 64 MiB), or to the user's own ``MALLOC_*_THRESHOLD_``
+    variables.
+
+    Example::
+
+        with MallocThreshold() as threshold:
+            ...             # freed tensors leave the resident set
+            print(threshold.reason or "fixed")
     """
 
     # mallopt is process-wide, hence this bookkeeping. The lock is a leaf: nothing is called while it is held but libc.
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _users: ClassVar[set[HeapReuse]] = set()
+    _users: ClassVar[set[MallocThreshold]] = set()
+    _reusers: ClassVar[set[MallocThreshold]] = set()
+    _holes: ClassVar[_HeldHoles | None] = None
     _is_changed: ClassVar[bool] = False
 
     _M_TRIM_THRESHOLD = -1
     _M_TOP_PAD = -2
     _M_MMAP_THRESHOLD = -3
+    _MAPPED_NBYTES = 64 << 10
     _RESTORED_MMAP_NBYTES = 32 << 20
     _RESTORED_TRIM_NBYTES = 64 << 20
     _RESTORED_TOP_PAD_NBYTES = 128 << 10
     _UNREACHED_NBYTES = 1 << 30
     _GROWTH_NBYTES = 64 << 20
     """The heap grows by so much at once, in order that huge pages fit."""
+    _FIXED_TRIM_NBYTES = 1 << 20
+    """Small tensors stay in the heap; below 1 MiB of free top, giving it back would cost a system call too often."""
 
     def __init__(self) -> None:
         self._libc, self.reason = _glibc()
-        """Why nothing can be set; ``None``: it can."""
+        """The latter: why nothing can be set; ``None``: it can."""
 
-    def begin(self) -> None:
-        """Claim it. Again from the same object: set again, in case an interrupt came between claim and setting."""
-        if self._libc is not None:
-            with self._lock:
-                HeapReuse._is_changed = True
-                self._users.add(self)
-                self._apply()
+    def fix(self) -> None:
+        """Fix the threshold. Again from the same object: no effect."""
+        if self._libc is None:
+            return
+        with self._lock:
+            # Claimed first: wherever an interrupt comes, restore() makes it good.
+            MallocThreshold._is_changed = True
+            self._users.add(self)
+            self._reusers.discard(self)
+            if self._holes is None:
+                MallocThreshold._holes = holes = _HeldHoles(self._libc)
+                holes.hold(self._MAPPED_NBYTES)
+            self._apply()
 
-    def end(self) -> None:
-        """End this object's claim. Without any claim: no effect."""
-        if self._libc is not None:
-            with self._lock:
-                self._users.discard(self)
-                if self._is_changed:
-                    self._apply()
-                    HeapReuse._is_changed = bool(self._users)
+    def reuse(self) -> None:
+        """Have tensors of any size lie in the heap, and freed ones stay there until :func:`trim`. Ends :meth:`fix`.
+
+        Where glibc takes no such threshold (before 2.35), tensors from 32 MiB up are mapped as ever.
+        """
+        if self._libc is None:
+            return
+        with self._lock:
+            # Again from the same object: set again, since an interrupt may have come between the claim and the setting.
+            MallocThreshold._is_changed = True
+            self._reusers.add(self)
+            self._users.discard(self)
+            self._settle()
+
+    def restore(self) -> None:
+        """End this object's claims. Without any claim: no effect."""
+        if self._libc is None:
+            return
+        with self._lock:
+            self._users.discard(self)
+            self._reusers.discard(self)
+            if self._is_changed:
+                self._settle()
+                MallocThreshold._is_changed = bool(self._users or self._reusers)
+
+    def _settle(self) -> None:
+        """Apply what the claims that are left ask for. Called with the lock held."""
+        self._apply()
+        if self._holes is not None and not self._users:
+            self._holes.release()
+            MallocThreshold._holes = None
 
     def _apply(self) -> None:
         """Called with the lock held."""
+        pad_nbytes = _user_setting("top_pad", self._RESTORED_TOP_PAD_NBYTES)
         if self._users:
+            mmap_nbytes = self._MAPPED_NBYTES
+            trim_nbytes = self._FIXED_TRIM_NBYTES
+        elif self._reusers:
             mmap_nbytes = trim_nbytes = self._UNREACHED_NBYTES
             pad_nbytes = self._GROWTH_NBYTES
         else:
             mmap_nbytes = _user_setting("mmap_threshold", self._RESTORED_MMAP_NBYTES)
             trim_nbytes = _user_setting("trim_threshold", self._RESTORED_TRIM_NBYTES)
-            pad_nbytes = _user_setting("top_pad", self._RESTORED_TOP_PAD_NBYTES)
         self._libc.mallopt(self._M_TOP_PAD, pad_nbytes)
-        if not self._libc.mallopt(self._M_MMAP_THRESHOLD, mmap_nbytes):
+        if not self._libc.mallopt(self._M_MMAP_THRESHOLD, mmap_nbytes):  # else what another claim has set would stay
             self._libc.mallopt(self._M_MMAP_THRESHOLD, self._RESTORED_MMAP_NBYTES)
         self._libc.mallopt(self._M_TRIM_THRESHOLD, trim_nbytes)
 
@@ -206,6 +254,54 @@ class _MallInfo2(ctypes.Structure):
             "keepcost",
         )
     ]
+
+
+class _HeldHoles:
+    """Occupies the free holes of the heap without touching them, so that tensors do not land in them.
+
+    glibc looks for a hole before it maps an allocation, whatever the threshold. After training without offloading the
+    heap is full of large holes; a tensor that is freed there leaves its pages resident until the heap is trimmed. A
+    block that is never written to costs addresses only.
+    """
+
+    _M_MMAP_THRESHOLD = -3
+    _LARGEST = 32 << 20
+    _IS_MMAPPED = 2
+    """In the size that glibc writes before each block (``malloc/malloc.c``)."""
+
+    def __init__(self, libc: Any) -> None:
+        self._libc = libc
+        self._blocks: list[int] = []
+
+    def hold(self, nbytes: int) -> None:
+        """Hold every hole of at least ``nbytes``. Leaves the mmap threshold changed: the caller sets it next."""
+        libc = self._libc
+        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+        libc.free.restype, libc.free.argtypes = None, (ctypes.c_void_p,)
+        libc.malloc_trim(0)
+        libc.mallopt(self._M_MMAP_THRESHOLD, nbytes)
+        size = self._LARGEST
+        while size > nbytes:
+            self._hold(size)
+            size //= 2
+        self._hold(nbytes)
+
+    def _hold(self, size: int) -> None:
+        """Take blocks of one size until no hole has room for the next, which is mapped: the heap never grows."""
+        while True:
+            block = self._libc.malloc(size)
+            if not block:
+                return
+            # By the block's header: mallinfo2 would walk all free chunks, for each block anew.
+            if ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & self._IS_MMAPPED:
+                self._libc.free(block)
+                return
+            self._blocks.append(block)
+
+    def release(self) -> None:
+        """Give the holes back to malloc."""
+        while self._blocks:
+            self._libc.free(self._blocks.pop())
 
 
 def _user_setting(name: str, default: int) -> int:

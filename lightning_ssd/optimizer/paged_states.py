@@ -123,6 +123,7 @@ class PagedStates:
         """Take in all new parameters of the groups, those of lazy modules once they have a shape."""
         numbers = _group_numbers(groups)
         new = [p for group in groups for p in group["params"] if self.partition.number_of(p) is None and has_shape(p)]
+        self._retire(numbers)
         if new:
             if not self.partition.subgroups:
                 shaped = [p for group in groups for p in group["params"] if has_shape(p)]
@@ -137,6 +138,17 @@ class PagedStates:
             )
             self._fit_cache(max(subgroup.expected_bytes for subgroup in self.partition.subgroups))
             self._reserve()
+
+    def _retire(self, numbers: Mapping[int, int]) -> None:
+        """Forget parameters that are no longer in the groups and have no state, and free their room on the drives."""
+        for number, parameter in enumerate(self.partition.parameters):
+            is_gone = self.partition.number_of(parameter) is not None and id(parameter) not in numbers
+            if is_gone and parameter not in self.lent and not self.is_stored(parameter):
+                self.partition.retire(number)
+        for index, subgroup in enumerate(self.partition.subgroups):
+            if not subgroup.expected_bytes and subgroup.layout is not None and not any(subgroup.templates):
+                self.store.forget(index)
+                subgroup.forget_layout()
 
     def _fit_cache(self, largest_bytes: int) -> None:
         """Add slots as large as the largest subgroup while the budget of host memory has room.

@@ -44,7 +44,7 @@ class SharedWeights:
     """Whatever of the model shows the memory: the parameters, or what FSDP2 has of a shard."""
     has_buffers: bool = False
     shard: ShardedParameter | None = None
-    """Of FSDP2's that it is; ``None``: it is none."""
+    """That it is, if FSDP2 has cut it."""
     slices: FileSlices | None = None
     """Where the storage is a part of a file that PyTorch has mapped: all such parts of the module."""
 

@@ -6,9 +6,9 @@ import pytest
 
 from lightning_ssd.memory import freed_memory, host_room
 from lightning_ssd.memory.freed_memory import FreedMemory
-from lightning_ssd.memory.malloc import HeapReuse
+from lightning_ssd.memory.malloc import MallocThreshold
 
-pytestmark = pytest.mark.skipif(HeapReuse().reason is not None, reason="there is no glibc with mallopt")
+pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
 
 WAITING = 1000
 
@@ -44,7 +44,7 @@ def made(machine):
 
 
 def stays(freed):
-    return freed._reuse in HeapReuse._users
+    return freed._threshold in MallocThreshold._reusers
 
 
 @pytest.mark.parametrize("has_pages", [True, False])

@@ -10,21 +10,21 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import tensor_cache
 from lightning_ssd.memory import heap_policy as module
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
-from lightning_ssd.memory.malloc import HeapReuse, free_heap_bytes, trim
+from lightning_ssd.memory.malloc import MallocThreshold, free_heap_bytes, trim
 from lightning_ssd.memory.readings import level_bytes
 from tests.activations.test_plan_runtime import trains
 from tests.activations.test_scarce_memory import SAVED, settle
 from tests.support.helpers import AUTO, EAGER, Session, Setup, open_offloader, outcome
 
-pytestmark = pytest.mark.skipif(HeapReuse().reason is not None, reason="there is no glibc with mallopt")
+pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
 
 MIB = 1 << 20
 LOOK = 16 * MIB
 CPU = torch.device("cpu")
 
 
-def reuses(of):
-    return of._reuse in HeapReuse._users
+def is_fixed(of):
+    return of._threshold in MallocThreshold._users
 
 
 class Heap:
@@ -72,16 +72,6 @@ def test_free_memory_stays_until_more_is_resident_than_was_ever_needed(heap):
         assert heap.trims_at(used, free) == trims, (used, free)
 
 
-def test_where_all_has_to_return_no_more_stays_than_is_worth_a_trim(heap):
-    heap.policy.expect(500 * MIB, 500 * MIB)
-    heap.free = 300
-    heap.policy.enter(HeapMode.TRIM)
-    assert heap.num_trims == 1, "what other passes have left"
-    assert heap.trims_at(50, 100) == 1, "what is in use was not known"
-    for used, free, trims in ((50, 4, 0), (50, 5, 1), (20, 30, 1), (120, 0, 0)):
-        assert heap.trims_at(used, free) == trims, (used, free)
-
-
 @pytest.mark.parametrize(("is_known", "trims"), [(True, "10000"), (False, "11111")])
 def test_what_cannot_return_is_not_asked_for(is_known, trims, heap, monkeypatch):
     """Gradients, for example, until the optimizer has used them."""
@@ -111,10 +101,11 @@ def test_an_error_of_looking_is_no_error_and_the_level_is_read_as_bytes_are_save
 
 
 def test_where_there_is_little_memory_none_stays(heap_policy):
-    for room, mode in ((None, HeapMode.TRIM), (116 * MIB, HeapMode.TRIM), (115 * MIB, HeapMode.RETURN)):
+    for room, fixed in ((None, False), (116 * MIB, False), (115 * MIB, True)):
         heap_policy.expect(100 * MIB, room)
         heap_policy.enter(HeapMode.TRIM)
-        assert heap_policy._mode is mode
+        assert is_fixed(heap_policy) == fixed
+        assert heap_policy._is_watched != fixed
 
 
 def test_freed_tensors_really_leave(tmp_path):
@@ -151,14 +142,17 @@ def test_each_mode_sets_malloc_until_the_end(has_pages, monkeypatch):
     heap_policy = HeapPolicy(is_ours=True)
     for mode in (*HeapMode, HeapMode.TRIM):
         heap_policy.enter(mode)
-        expected = has_pages and mode is HeapMode.TRIM
-        assert reuses(heap_policy) is expected, "keeping everything takes what it takes without us"
+        assert is_fixed(heap_policy) == (mode is HeapMode.MAP_EACH)
+        reuses = heap_policy._threshold in MallocThreshold._reusers
+        assert reuses is (has_pages and mode is HeapMode.TRIM), "keeping everything takes what it takes without us"
     heap_policy.look(LOOK)
     heap_policy.border()
     # What is given back between passes would be mapped anew by the next one.
-    assert reuses(heap_policy) is has_pages
+    assert (heap_policy._threshold in MallocThreshold._reusers) is has_pages
+    heap_policy.enter(HeapMode.MAP_EACH)
     heap_policy.close()
-    assert not reuses(heap_policy)
+    assert not is_fixed(heap_policy)
+    assert heap_policy._threshold not in MallocThreshold._reusers
 
 
 @pytest.mark.parametrize(("library", "is_told"), [("libtcmalloc_minimal.so.4", True), (None, False)])

@@ -8,22 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_ssd.memory.malloc import PAGES_VARIABLE, HeapReuse, foreign_malloc, trim
+from lightning_ssd.memory.malloc import PAGES_VARIABLE, MallocThreshold, foreign_malloc, trim
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import BARE_PACKAGE
 
-glibc_only = pytest.mark.skipif(HeapReuse().reason is not None, reason=f"no mallopt: {HeapReuse().reason}")
+glibc_only = pytest.mark.skipif(MallocThreshold().reason is not None, reason=f"no mallopt: {MallocThreshold().reason}")
 ON, OFF = {PAGES_VARIABLE: "1"}, {PAGES_VARIABLE: "0"}
 
 PATTERN = """
 import ctypes
 import torch
-from lightning_ssd.memory.malloc import HeapReuse
+from lightning_ssd.memory.malloc import MallocThreshold
 from lightning_ssd.memory.readings import read_memory
 from tests.support.patience import PATIENCE_S
 
 MIB = 1 << 20
-M_MMAP_THRESHOLD = -3
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 class MallInfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks".split()]
@@ -43,6 +43,19 @@ def occupy_holes():
             if libc.mallinfo2().hblks > mapped:
                 libc.free(block)
                 break
+
+def make_heap(nbytes):
+    '''A heap of so many bytes more, with live blocks and resident holes of 1 to 24 MiB in turn.'''
+    libc.mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+    goal, holes = libc.mallinfo2().arena + nbytes, []
+    while libc.mallinfo2().arena < goal:
+        size = (1, 3, 24)[len(holes) % 3] * MIB
+        holes.append(libc.malloc(size))
+        ctypes.memset(holes[-1], 1, size)
+        # Lives on, so that holes on either side never meet. No smaller: imports leave holes below a MiB, elsewhere.
+        libc.malloc(MIB)
+    for hole in holes:
+        libc.free(hole)
 
 def held_after_free(nbytes=2 * MIB, total=128 * MIB):
     '''MiB that stay resident after all but the last of many buffers were freed, as activations are in backward.'''
@@ -86,13 +99,55 @@ def much(values):
     return min(values) > 100
 
 
+HOLES = """
+threshold, before = MallocThreshold(), libc.mallinfo2().arena
+for _ in range(3):
+    threshold.fix()
+    grown = libc.mallinfo2().arena - before
+    threshold.restore()
+    print(grown // MIB, (libc.mallinfo2().arena - before) // MIB)
+threshold.fix()
+print(held_after_free()[0])
+threshold.restore()
+large, last_large = held_after_free(33 * MIB, 132 * MIB)
+small, last = held_after_free()
+print(small, large)
+"""
 PROGRAMS = {
     "one live buffer on top keeps all of them resident": ("print(held_after_free()[0])", much),
+    "the fixed threshold": (
+        """
+threshold = MallocThreshold()
+threshold.fix()
+print(held_after_free()[0], held_after_free(8 * MIB)[0])
+""",
+        lambda values: max(values) <= 10,
+    ),
+    **{
+        f"holes are held without a new one, {name}": (
+            heap + HOLES,
+            # 2 MiB lies under the restored threshold, 33 MiB over it: mapped, so freed at once.
+            lambda values: max(values[:6]) <= 0 and values[6] <= 4 and values[7] > 100 and values[8] <= 34,
+        )
+        for name, heap in (("small heap", ""), ("holes in 128 MiB", "make_heap(128 * MIB)"))
+    },
+    "a claim holds until the last restore": (
+        """
+first, second = MallocThreshold(), MallocThreshold()
+first.fix(), first.fix(), second.fix()
+both, last = held_after_free()
+second.restore(), second.restore()
+one, last = held_after_free()
+first.restore()
+print(both, one, held_after_free()[0])
+""",
+        lambda values: values[0] <= 4 and values[1] <= 4 and values[2] > 100,
+    ),
     "freed tensors of any size stay until somebody trims": (
         """
 from lightning_ssd.memory.malloc import trim
-reuse, other = HeapReuse(), HeapReuse()
-reuse.begin(), reuse.begin(), other.begin(), other.end()
+threshold = MallocThreshold()
+threshold.reuse(), threshold.reuse()
 before = read_memory().host_bytes
 buffers = [torch.ones(33 * MIB, dtype=torch.uint8) for _ in range(4)]
 buffers.clear()
@@ -100,18 +155,38 @@ kept = read_memory().host_bytes - before
 trim()
 print(kept // MIB, (read_memory().host_bytes - before) // MIB)
 assert not is_mapped(512 * MIB)
-reuse.end(), reuse.end()
+threshold.restore()
 assert is_mapped(900 * MIB), "what is mapped is freed at once"
-assert not HeapReuse._is_changed
+assert not MallocThreshold._is_changed
 """,
         lambda values: values[0] > 120 and values[1] <= 4,
     ),
+    "the latest claim of one user holds, and that to map each tensor comes first": (
+        """
+threshold, other = MallocThreshold(), MallocThreshold()
+for claims in (["fix", "reuse", "fix"], ["reuse", "fix"], ["fix"]):
+    for claim in claims:
+        getattr(threshold, claim)()
+    fixed, last = held_after_free()
+    threshold.reuse()
+    other.fix()
+    inside, last = held_after_free()
+    other.restore()
+    print(fixed, inside, held_after_free()[0])
+    threshold.restore()
+    assert not (MallocThreshold._holes or MallocThreshold._users or MallocThreshold._reusers)
+""",
+        lambda values: max(values[0::3] + values[1::3]) <= 4 and min(values[2::3]) > 100,
+    ),
 }
 """What they print, in MiB, and what is to hold of each value or of all."""
+SEVERAL = [name for name in PROGRAMS if "claim" in name or "128 MiB" in name]
 
 
 @glibc_only
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in SEVERAL else ()) for name in PROGRAMS]
+)
 def test_what_stays_resident(name, forks):
     program, holds = PROGRAMS[name]
     values = [int(value) for value in run(PATTERN + program, forks).split()]
@@ -127,7 +202,7 @@ def test_what_stays_resident(name, forks):
     ],
 )
 def test_restore_returns_to_the_users_own_setting(env):
-    program = "reuse = HeapReuse()\nreuse.begin(), reuse.end()\nprint(held_after_free()[0])"
+    program = "threshold = MallocThreshold()\nthreshold.fix(), threshold.restore()\nprint(held_after_free()[0])"
     assert int(run(PATTERN + program, **env)) <= 4
 
 
@@ -171,11 +246,10 @@ def test_a_setting_of_pytorch_is_told_by_addresses():
 
 def test_a_foreign_malloc_is_left_alone(monkeypatch):
     monkeypatch.setattr("lightning_ssd.memory.malloc.foreign_malloc", lambda: "libjemalloc.so.2")
-    reuse = HeapReuse()
-    reuse.begin()
-    assert reuse.reason in ("libjemalloc.so.2 replaces glibc's malloc", "the C library is not glibc")
-    reuse.end()
-    assert not HeapReuse._users
+    threshold = MallocThreshold()
+    threshold.fix()
+    assert threshold.reason in ("libjemalloc.so.2 replaces glibc's malloc", "the C library is not glibc")
+    threshold.restore()
     assert not trim()
 
 
@@ -206,18 +280,21 @@ def test_a_preloaded_name_is_not_enough():
 @glibc_only
 def test_an_old_glibc_reuses_all_but_the_largest_tensors(monkeypatch):
     """Before 2.35 it refuses thresholds of more than 32 MiB."""
-    libc, held = HeapReuse()._libc, {}
+    libc, held = MallocThreshold()._libc, {}
 
     def mallopt(option, value):
-        if option == HeapReuse._M_MMAP_THRESHOLD and value > 32 << 20:
+        if option == MallocThreshold._M_MMAP_THRESHOLD and value > 32 << 20:
             return 0
         held[option] = value
         return libc.mallopt(option, value)
 
-    reuse = HeapReuse()
-    monkeypatch.setattr(reuse, "_libc", SimpleNamespace(mallopt=mallopt))
-    reuse.begin()
-    assert held[HeapReuse._M_MMAP_THRESHOLD] == 32 << 20
-    assert held[HeapReuse._M_TRIM_THRESHOLD] == HeapReuse._UNREACHED_NBYTES
-    reuse.end()
-    assert held[HeapReuse._M_TRIM_THRESHOLD] == HeapReuse._RESTORED_TRIM_NBYTES
+    threshold = MallocThreshold()
+    old = SimpleNamespace(mallopt=mallopt, malloc=libc.malloc, free=libc.free, malloc_trim=libc.malloc_trim)
+    monkeypatch.setattr(threshold, "_libc", old)
+    threshold.fix()
+    assert held[MallocThreshold._M_MMAP_THRESHOLD] == 64 << 10
+    threshold.reuse()
+    assert held[MallocThreshold._M_MMAP_THRESHOLD] == 32 << 20
+    assert held[MallocThreshold._M_TRIM_THRESHOLD] == MallocThreshold._UNREACHED_NBYTES
+    threshold.restore()
+    assert held[MallocThreshold._M_TRIM_THRESHOLD] == MallocThreshold._RESTORED_TRIM_NBYTES

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_ssd.memory.malloc import _HeldHoles
 from tests.parity.models import Perceptrons, floats, gpt2
 from tests.support.helpers import (
     DRAINED,
@@ -35,6 +36,9 @@ def num_objects():
     """Tensors, and objects of our own classes."""
     gc.collect()
     kinds = [type(thing) for thing in gc.get_objects()]
+    # malloc's holes are held while passes follow each other closely, and let go where they do not: by the clock.
+    assert kinds.count(_HeldHoles) <= 1
+    kinds = [kind for kind in kinds if kind is not _HeldHoles]
     # Some extension types (mypyc's) show a descriptor for the name of their module.
     ours = sum(str(kind.__module__).startswith("lightning_ssd") for kind in kinds)
     return sum(issubclass(kind, Tensor) for kind in kinds), ours

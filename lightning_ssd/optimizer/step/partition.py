@@ -133,6 +133,17 @@ class Partition:
         self.subgroups, self.places, self.shapes, self.parameters = grown
         self._numbers = known
 
+    def retire(self, number: int) -> None:
+        """Drop a parameter that has left the groups, and has no state. Its parts stay, and are never visited."""
+        key, nothing = id(self.parameters[number]), torch.empty(0, device="cpu")
+        # No call in between: after an interrupt a parameter could be added twice, and updated twice.
+        del self._numbers[key]
+        self.parameters[number] = nothing
+        for index, _ in self.places[number]:
+            subgroup = self.subgroups[index]
+            if all(id(self.parameters[part.parameter]) not in self._numbers for part in subgroup.parts):
+                subgroup.expected_bytes = 0
+
     def memory_of(self, number: int) -> tuple[list[Span], tuple[int, ...]]:
         parameter = self.parameters[number]
         return spans_of(parameter), local_of(parameter).stride() if parameter.layout == torch.strided else ()
