@@ -232,8 +232,6 @@ def _open_in_files(
             freed=freed,
         )
         stack.callback(gradients.close)
-        if policy.gradients == "offload":
-            freed.leaves()  # while the model is built
     return PagedParameters(weights, gradients, files, pages, freed), files.written_bytes
 
 

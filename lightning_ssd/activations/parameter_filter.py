@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from lightning_ssd.common.dtensor import Gathered, gathered_of, local_of
+from lightning_ssd.common.dtensor import ShardedParameter, local_of, sharded_of
 from lightning_ssd.common.tensors import PLAIN_TYPES, StorageKey, storage_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.parameters.guard.guard import is_guarded
@@ -42,7 +42,7 @@ class ParameterStorages:
     def __init__(self) -> None:
         self.keys: dict[int, StorageKey] = {}
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
-        self.ungathered: list[Gathered] = []
+        self.ungathered: list[ShardedParameter] = []
         self._num_to_walk = 0
         self._recognised: list[int] = []
         """Storages that have come by :meth:`recognise` since the last walk: inputs that want gradients come and go."""
@@ -97,14 +97,14 @@ class ParameterStorages:
             return
         self._recognised = []
         self._forget_dead(list(self.keys))  # a copy: other threads may be packing
-        gathered: list[Gathered] = []
+        gathered: list[ShardedParameter] = []
         for number, reference in list(self._modules.items()):
             module = reference()
             if module is None:
                 self._modules.pop(number, None)
                 continue
             self._take(module)
-            gathered += gathered_of(module)
+            gathered += sharded_of(module)
         self._num_to_walk = 0 if gathered else _NUM_FRESH - 1
         self._take_gathered(gathered)
 
@@ -141,11 +141,11 @@ class ParameterStorages:
             if (type(part) in PLAIN_TYPES or is_guarded(part)) and part.layout is torch.strided:
                 self._add(storage_of(part))
 
-    def _take_gathered(self, parameters: list[Gathered]) -> None:
+    def _take_gathered(self, parameters: list[ShardedParameter]) -> None:
         """Their storages last from the first all-gather on; whatever has had none is asked again."""
         ungathered = []
         for parameter in parameters:
-            tensors = parameter.tensors()
+            tensors = parameter.gathered()
             for tensor in tensors:
                 self._add(tensor.untyped_storage())
             if not tensors:

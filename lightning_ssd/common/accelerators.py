@@ -21,7 +21,6 @@ __all__ = [
     "device_types",
     "has_streams",
     "is_capturing",
-    "set_current_device",
     "what_is_missing",
     "with_index",
 ]
@@ -261,14 +260,6 @@ def current_device() -> torch.device | None:
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
-def set_current_device(device: torch.device) -> None:
-    """Make ``device`` the calling thread's current device."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.accelerator.set_device_index(device)
-
-
 def with_index(device: torch.device) -> torch.device:
     """Return ``device`` as its tensors name it: with the number of the calling thread's current one if it has none."""
     if device.type == "cpu":
@@ -298,20 +289,14 @@ def _try_out(accelerator: Accelerator, device: torch.device) -> str | None:
     """Move bytes there and back as training does; return what failed, as a clause."""
     numbers = torch.arange(_TRIAL_NBYTES, device="cpu").remainder(251).to(torch.uint8)
     back = torch.zeros_like(numbers)
-    tried = "torch.accelerator.device_index"
     try:
         with accelerator.as_current():
-            tried = "streams"
             here, side = accelerator.current_stream(), accelerator.new_stream()
-            tried = "events"
             begin, end, ready = accelerator.timing_event(), accelerator.timing_event(), accelerator.event()
             begin.record(here)
-            tried = "memory"
             source = torch.empty(_TRIAL_NBYTES, dtype=torch.uint8, device=device).copy_(numbers)
             there = torch.empty(0, dtype=torch.uint8, device=device).set_(source.untyped_storage())
-            tried = "Tensor.record_stream"
             there.record_stream(side)
-            tried = "copies on a stream of their own"
             ready.record(here)
             with accelerator.using(side):
                 side.wait_event(ready)
@@ -319,17 +304,14 @@ def _try_out(accelerator: Accelerator, device: torch.device) -> str | None:
                 ready = accelerator.event()
                 ready.record(side)
             ready.synchronize()
-            tried = "events that tell the time"
             end.record(here)
             end.synchronize()
             begin.elapsed_time(end)
-            tried = "Stream.is_capturing"
             accelerator.is_capturing()
-            tried = "default_generators in its module"
             cast(Any, torch.get_device_module(device)).default_generators[device.index or 0].get_state()
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError, IndexError, ValueError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
-        return f"PyTorch lacks {tried} for it ({reason})"
+        return f"a trial of it failed ({reason})"
     return None if torch.equal(back, numbers) else "bytes came back from it other than they were"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,39 +29,20 @@ def compiler_is_at_work() -> bool:
     return torch.compiler.is_compiling() or _frame_callback() is not None
 
 
-class _Uncompiled(AbstractContextManager[None]):
-    """The stance of the process, which the first entry sets and the last exit takes back, whatever their order."""
-
-    def __init__(self) -> None:
-        # A leaf lock: only Dynamo's own code runs under it.
-        self._lock = threading.Lock()
-        self._num_entered = 0
-        self._stance: AbstractContextManager[Any] | None = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._num_entered += 1
-            if self._num_entered == 1:
-                self._stance = torch.compiler.set_stance("force_eager")
-                self._stance.__enter__()
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self._lock:
-            self._num_entered -= 1
-            if self._num_entered == 0 and self._stance is not None:
-                self._stance.__exit__(None, None, None)
+# Guards the stance. First in the order of locks, because user code runs under it.
+_trials = threading.RLock()
 
 
-_uncompiled = _Uncompiled()
-
-
-def uncompiled() -> AbstractContextManager[None]:
+@contextmanager
+def uncompiled() -> Iterator[None]:
     """Run compiled functions as they were written, for a trial of user code under a mode of ``__torch_dispatch__``.
 
     Dynamo compiles nothing under such a mode, and marks each function that it meets there as never to be compiled, for
-    the whole process. This stance prevents that. Other threads run uncompiled meanwhile, too.
+    the whole process. This stance of the process prevents that. Other threads run uncompiled meanwhile, too; their
+    trials wait for this one.
     """
-    return _uncompiled
+    with _trials, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def hide_from_compiler() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -26,15 +25,13 @@ from lightning_ssd.common.tensors import place_of
 
 __all__ = [
     "CutWatch",
-    "Gathered",
-    "ShardedGroup",
     "ShardedParameter",
     "address_of",
     "as_piece",
     "even_numel",
-    "gathered_of",
     "has_groups_within",
     "has_shape",
+    "is_alone",
     "is_shard",
     "local_of",
     "sharded_of",
@@ -131,57 +128,22 @@ def even_numel(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() // num_parts)
 
 
-class Gathered:
-    """Finds the tensors that hold one parameter of FSDP2 while it is gathered; see the note above.
-
-    Args:
-        fsdp_param: FSDP2's ``FSDPParam``.
-    """
-
-    def __init__(self, fsdp_param: Any) -> None:
-        self._fsdp_param = weakref.ref(fsdp_param)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return these tensors; empty before the first all-gather."""
-        fsdp_param = self._fsdp_param()
-        # No getattr() with a default: should a PyTorch rename them, an error is better than wrong bytes.
-        return [] if fsdp_param is None else [*fsdp_param.all_gather_outputs, *fsdp_param._unsharded_inner_tensors]
-
-
-def gathered_of(module: torch.nn.Module) -> Iterator[Gathered]:
-    """Yield a :class:`Gathered` for each parameter that FSDP2 manages in ``module`` and its submodules."""
-    for _, group in _groups_of(module):
-        yield from map(Gathered, group.fsdp_params)
-
-
-class ShardedGroup:
-    """Parameters that FSDP2 gathers together, of one module or several.
-
-    Args:
-        name: name of the first module.
-        group: FSDP2's ``FSDPParamGroup``; ``None``: it is not made yet.
-    """
-
-    def __init__(self, name: str, group: Any) -> None:
-        self.name = name
-        self.group = group
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other process has shards of it. FSDP2 then copies the shards instead of gathering."""
-        return getattr(self.group.mesh_info, "shard_mesh_size", 1) == 1
+def is_alone(group: Any) -> bool:
+    """Return whether no other process has shards of a group of FSDP2's, which then copies them instead of gathering."""
+    return getattr(group.mesh_info, "shard_mesh_size", 1) == 1
 
 
 class ShardedParameter:
     """A parameter of which FSDP2 has cut a shard for each process.
 
     Args:
-        group: the group that it is gathered with.
         fsdp_param: FSDP2's ``FSDPParam``.
+        group: FSDP2's ``FSDPParamGroup`` that it is gathered with; ``None``: it is not made yet.
+        group_name: name of the first module of the group.
     """
 
-    def __init__(self, group: ShardedGroup, fsdp_param: Any) -> None:
-        self.group = group
+    def __init__(self, fsdp_param: Any, group: Any = None, group_name: str = "") -> None:
+        self.group, self.group_name = group, group_name
         self._fsdp_param = fsdp_param
 
     @property
@@ -195,6 +157,11 @@ class ShardedParameter:
         """Each module that has the parameter, with the parameter's name in it."""
         info = self._fsdp_param._module_info
         return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+    def gathered(self) -> list[torch.Tensor]:
+        """Return the tensors that hold it while it is gathered (see the note above); empty before the first time."""
+        # No getattr() with a default: should a PyTorch rename them, an error is better than wrong bytes.
+        return [*self._fsdp_param.all_gather_outputs, *self._fsdp_param._unsharded_inner_tensors]
 
     def holders(self) -> list[torch.Tensor]:
         """Return the local tensor of the DTensor, and all other tensors of FSDP2 over the same memory.
@@ -219,9 +186,8 @@ class ShardedParameter:
 def sharded_of(module: torch.nn.Module) -> Iterator[ShardedParameter]:
     """Yield all parameters that FSDP2 manages in ``module`` and its submodules."""
     for name, group in _groups_of(module):
-        own = ShardedGroup(name, group)
         for fsdp_param in group.fsdp_params:
-            yield ShardedParameter(own, fsdp_param)
+            yield ShardedParameter(fsdp_param, group, name)
 
 
 class CutWatch:
@@ -263,7 +229,7 @@ def _telling(method: Callable[..., Any], watches: Sequence[CutWatch]) -> Callabl
     def then_tell(fsdp_param: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(fsdp_param, *args, **kwargs)
         for watch in tuple(watches):
-            watch.told(ShardedParameter(ShardedGroup("", None), fsdp_param))
+            watch.told(ShardedParameter(fsdp_param))
         return result
 
     return then_tell

@@ -6,7 +6,7 @@ are: what they take to be used, they give back.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -19,21 +19,9 @@ from lightning_ssd.memory.readings import (
     level_bytes,
 )
 
-__all__ = ["DeviceGauge", "Gauge", "PresentWeights"]
+__all__ = ["DeviceGauge", "Gauge"]
 
 _CPU = torch.device("cpu")
-
-
-class PresentWeights(Protocol):
-    """Weights that wait, as far as they are in memory to be used."""
-
-    @property
-    def present_bytes(self) -> int:
-        """In memory, or on the way there."""
-
-    @property
-    def window_bytes(self) -> int:
-        """Bytes that may be in memory at a time."""
 
 
 class Gauge:
@@ -49,8 +37,11 @@ class Gauge:
     def __init__(self, num_sharing: int = 1) -> None:
         self._num_sharing = num_sharing
 
-    def count_out(self, weights: PresentWeights) -> None:
-        """Count weights that wait never as held. Here they show files, and so are not held anyway."""
+    def count_out(self, passing_bytes: Callable[[], int]) -> None:
+        """Never count as held the weights that wait, of which so many bytes are in memory to be used.
+
+        Here they show files, and so are not held anyway.
+        """
 
     def settle(self) -> None:
         """Give back what an allocator keeps unused, and would be read as held."""
@@ -89,16 +80,16 @@ class DeviceGauge(Gauge):
         super().__init__()
         self._device = device
         self.device_type = device.type
-        self._weights: PresentWeights | None = None
+        self._passing_bytes: Callable[[], int] = int
 
-    def count_out(self, weights: PresentWeights) -> None:
-        self._weights = weights
+    def count_out(self, passing_bytes: Callable[[], int]) -> None:
+        self._passing_bytes = passing_bytes
 
     def settle(self) -> None:
         """Do nothing, because the allocator tells what it keeps unused."""
 
     def held_bytes(self) -> int:
-        return max(level_bytes(self._device) - self._present_bytes(), 0)
+        return max(level_bytes(self._device) - self._passing_bytes(), 0)
 
     def fixed_bytes(self, shown_bytes: int) -> int:
         return 0
@@ -109,8 +100,4 @@ class DeviceGauge(Gauge):
         if accelerator is not None and (accelerator.is_capturing() or not accelerator.memory_stats()):
             return None
         available = available_bytes(self._device)
-        return None if available is None else available + self._present_bytes()
-
-    def _present_bytes(self) -> int:
-        """Without what stays beyond its use, such as what the program holds: that is not given back."""
-        return 0 if self._weights is None else min(self._weights.present_bytes, self._weights.window_bytes)
+        return None if available is None else available + self._passing_bytes()

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
+
 from lightning_ssd.memory.malloc import (
     MallocThreshold,
     besides_blocks_bytes,
@@ -14,10 +16,11 @@ from lightning_ssd.memory.malloc import (
     has_whole_pages,
     trim,
 )
-from lightning_ssd.memory.readings import ResidentSet
+from lightning_ssd.memory.readings import level_bytes
 
 __all__ = ["HeapMode", "HeapPolicy"]
 
+_CPU = torch.device("cpu")
 _MIN_RELAXED_S = 0.2
 """Between borders that are closer than this, changing to and fro would cost more than it saves."""
 _SLACK_BYTES = 16 << 20
@@ -56,15 +59,14 @@ class HeapPolicy:
 
     Args:
         is_ours: whether activations live in memory of malloc; False does nothing.
-        level: bytes resident in this process; default: by the kernel.
+        level: returns the bytes resident in this process.
     """
 
-    def __init__(self, *, is_ours: bool = False, level: Callable[[], int] | None = None) -> None:
+    def __init__(self, *, is_ours: bool = False, level: Callable[[], int] = lambda: level_bytes(_CPU)) -> None:
         threshold = MallocThreshold() if is_ours else None
         self._threshold = None if threshold is None or threshold.reason else threshold
         self._reuses = self._threshold is not None and has_whole_pages()
-        self._resident = ResidentSet() if self._threshold is not None and level is None else None
-        self._level = level or (self._resident.read if self._resident is not None else lambda: 0)
+        self._level = level
         # One thread looks at a time; nothing is waited for. A leaf lock.
         self._looking = threading.Lock()
         self._last_border_s = 0.0
@@ -145,8 +147,7 @@ class HeapPolicy:
             if level > self._needed_bytes + _SLACK_BYTES:
                 needed_bytes = self._without_free(level)
                 self._needed_bytes = max(self._needed_bytes, needed_bytes)
-        except (OSError, ValueError, IndexError):
-            # Out of file descriptors, or a program has closed ours: memory can return at the next look.
+        except OSError:  # out of file descriptors, say: memory can return at the next look
             return
 
     def _without_free(self, level: int) -> int:
@@ -174,5 +175,3 @@ class HeapPolicy:
         if self._threshold is not None:
             self._threshold.restore()
             trim()
-        if self._resident is not None:
-            self._resident.close()

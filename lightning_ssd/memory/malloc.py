@@ -7,13 +7,11 @@ import functools
 import os
 import sys
 import threading
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.memory.readings import anonymous_bytes
 
@@ -32,7 +30,6 @@ __all__ = [
 PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 """Variable of PyTorch: set to 1, large CPU tensors begin with a page, and lie in huge pages."""
 
-_KIB = 1024
 _C_LIBRARIES = ("libc.", "libc-", "ld-")
 """Beginnings of the file names of glibc and musl."""
 
@@ -127,8 +124,6 @@ def malloc_name() -> str:
 
 def _glibc() -> tuple[Any, str | None]:
     """The C library if it is glibc and its malloc is in use, else the reason why not."""
-    if sys.platform != "linux":
-        return None, f"the C library of {sys.platform} is not glibc"
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return None, "the C library is not glibc"
@@ -140,7 +135,7 @@ def _glibc() -> tuple[Any, str | None]:
 
 
 class MallocThreshold:
-    """Makes freed tensors leave the process: glibc then maps each allocation from ``nbytes`` up on its own.
+    """Makes freed tensors leave the process: glibc then maps each allocation from 64 KiB up on its own.
 
     By default glibc raises that threshold to the size of whatever mapped block was freed last, up to 32 MiB. From then
     on tensors live in its heap, where a freed one stays resident as long as anything above it lives: on a CPU,
@@ -149,10 +144,10 @@ class MallocThreshold:
 
     Or, by :meth:`reuse`, it makes freed tensors stay in the heap, which its user then trims.
 
-    The setting belongs to the process. Several users count; the lowest ``nbytes`` among them holds, and before
-    :meth:`reuse`. When the last one restores, the dynamic adjustment cannot be switched on again: thresholds are then
-    fixed to where it ends up after a 32 MiB tensor was freed (map from 32 MiB, trim at 64 MiB), or to the user's own
-    ``MALLOC_*_THRESHOLD_`` variables.
+    The setting belongs to the process. Several users count, and :meth:`fix` comes before :meth:`reuse`. When the last
+    one restores, the dynamic adjustment cannot be switched on again: thresholds are then fixed to where it ends up
+    after a 32 MiB tensor was freed (map from 32 MiB, trim at 64 MiB), or to the user's own ``MALLOC_*_THRESHOLD_``
+    variables.
 
     Example::
 
@@ -171,6 +166,7 @@ class MallocThreshold:
     _M_TRIM_THRESHOLD = -1
     _M_TOP_PAD = -2
     _M_MMAP_THRESHOLD = -3
+    _MAPPED_NBYTES = 64 << 10
     _RESTORED_MMAP_NBYTES = 32 << 20
     _RESTORED_TRIM_NBYTES = 64 << 20
     _RESTORED_TOP_PAD_NBYTES = 128 << 10
@@ -180,25 +176,14 @@ class MallocThreshold:
     _FIXED_TRIM_NBYTES = 1 << 20
     """Small tensors stay in the heap; below 1 MiB of free top, giving it back would cost a system call too often."""
 
-    def __init__(self, nbytes: int = 64 * _KIB) -> None:
-        """Changes nothing yet.
-
-        Args:
-            nbytes: allocations from this size up are mapped; 4 KiB to 32 MiB.
-        """
-        if not 4 * _KIB <= nbytes <= 32 << 20:
-            raise ConfigError(f"MallocThreshold.nbytes={nbytes!r}; give an integer from 4096 to {32 << 20}")
-        self.nbytes = nbytes
+    def __init__(self) -> None:
         self._libc, self.reason = _glibc()
+        """The latter: why nothing can be set; ``None``: it can."""
 
-    def fix(self) -> bool:
-        """Fix the threshold. Again from the same object: no effect.
-
-        Returns:
-            Whether the C library took it; if not, :attr:`reason` says why.
-        """
+    def fix(self) -> None:
+        """Fix the threshold. Again from the same object: no effect."""
         if self._libc is None:
-            return False
+            return
         with self._lock:
             # Claimed first: wherever an interrupt comes, restore() makes it good.
             MallocThreshold._is_changed = True
@@ -206,10 +191,8 @@ class MallocThreshold:
             self._reusers.discard(self)
             if self._holes is None:
                 MallocThreshold._holes = holes = _HeldHoles(self._libc)
-                holes.hold(self.nbytes)
-            taken = self._apply()
-        self.reason = None if taken else "mallopt refused the value"
-        return taken
+                holes.hold(self._MAPPED_NBYTES)
+            self._apply()
 
     def reuse(self) -> None:
         """Have tensors of any size lie in the heap, and freed ones stay there until :func:`trim`. Ends :meth:`fix`.
@@ -243,11 +226,11 @@ class MallocThreshold:
             self._holes.release()
             MallocThreshold._holes = None
 
-    def _apply(self) -> bool:
+    def _apply(self) -> None:
         """Called with the lock held."""
         pad_nbytes = _user_setting("top_pad", self._RESTORED_TOP_PAD_NBYTES)
         if self._users:
-            mmap_nbytes = min(user.nbytes for user in self._users)
+            mmap_nbytes = self._MAPPED_NBYTES
             trim_nbytes = self._FIXED_TRIM_NBYTES
         elif self._reusers:
             mmap_nbytes = trim_nbytes = self._UNREACHED_NBYTES
@@ -256,19 +239,9 @@ class MallocThreshold:
             mmap_nbytes = _user_setting("mmap_threshold", self._RESTORED_MMAP_NBYTES)
             trim_nbytes = _user_setting("trim_threshold", self._RESTORED_TRIM_NBYTES)
         self._libc.mallopt(self._M_TOP_PAD, pad_nbytes)
-        taken = self._libc.mallopt(self._M_MMAP_THRESHOLD, mmap_nbytes)
-        if not taken and mmap_nbytes > self._RESTORED_MMAP_NBYTES:  # else what another claim has set would stay
-            taken = self._libc.mallopt(self._M_MMAP_THRESHOLD, self._RESTORED_MMAP_NBYTES)
-        return bool(self._libc.mallopt(self._M_TRIM_THRESHOLD, trim_nbytes) and taken)
-
-    def __enter__(self) -> Self:
-        self.fix()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
+        if not self._libc.mallopt(self._M_MMAP_THRESHOLD, mmap_nbytes):  # else what another claim has set would stay
+            self._libc.mallopt(self._M_MMAP_THRESHOLD, self._RESTORED_MMAP_NBYTES)
+        self._libc.mallopt(self._M_TRIM_THRESHOLD, trim_nbytes)
 
 
 class _MallInfo2(ctypes.Structure):

@@ -1,6 +1,6 @@
 """How much memory there is, and how much is used.
 
-Host numbers come from ``/proc`` and the cgroup files; where the system has none (macOS), they are ``None``. Device
+Host numbers come from ``/proc`` and the cgroup files; where ``/proc`` is not mounted, they are ``None``. Device
 numbers come from PyTorch's allocator there; asking never starts a device and never resets a peak that others read.
 """
 
@@ -10,7 +10,6 @@ import errno
 import functools
 import io
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from lightning_ssd.common.accelerators import accelerator_of
 
 __all__ = [
     "MemoryReadings",
-    "ResidentSet",
     "anonymous_bytes",
     "available_bytes",
     "capacity_bytes",
@@ -72,10 +70,6 @@ def read_memory(device: torch.device | str | None = None) -> MemoryReadings:
         device: to include, if it is an accelerator; while it is not in use, its numbers are ``None``.
     """
     peak, host = _read_kib("/proc/self/status", "VmHWM", "VmRSS")
-    if peak is None and sys.platform == "darwin":
-        import resource  # Not on every platform, and only needed where /proc is missing.
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     stats = _allocator_stats(torch.device("cpu") if device is None else torch.device(device))
     return MemoryReadings(
         host_bytes=host,
@@ -128,32 +122,6 @@ def peak_bytes(device: torch.device) -> int:
     if accelerator_of(device) is not None:
         return _allocator_stats(device).get("allocated_bytes.all.peak", 0)
     return _read_kib("/proc/self/status", "VmHWM")[0] or 0
-
-
-class ResidentSet:
-    """The resident set of this process, for who asks a thousand times a second: its file in ``/proc`` stays open.
-
-    Opening it each time takes seven times as long, and on a busy core a per cent of a training step.
-    """
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        try:
-            self._fd: int | None = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # no such system, or out of file descriptors
-            self._fd = None
-
-    def read(self) -> int:
-        """Bytes; 0 if unknown. A fork has its own, whose file is not open."""
-        if (fd := self._fd) is None or self._pid != os.getpid():
-            return level_bytes(torch.device("cpu"))
-        return int(os.pread(fd, 256, 0).split(None, 2)[1]) * _PAGE
-
-    def close(self) -> None:
-        """Close the file; later reads open it each time. Idempotent."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
 
 
 def anonymous_bytes() -> int:

@@ -25,7 +25,7 @@ from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.optimizer.checkpoint.loading import load_states
 from lightning_ssd.optimizer.checkpoint.state_dict import saved_states
 from lightning_ssd.optimizer.live_states import LiveStates
-from lightning_ssd.optimizer.paged_states import PagedStates, Updating, nothing
+from lightning_ssd.optimizer.paged_states import PagedStates, Updating
 from lightning_ssd.optimizer.step.contract import (
     is_known,
     refuse_by_kind,
@@ -75,10 +75,10 @@ class OffloadedOptimizer(Optimizer):
         optimizer: Optimizer,
         files: StateFiles,
         *,
-        master_weights: bool = False,
-        declared: Collection[str] = (),
-        events: EventLog | None = None,
-        updating: Updating = nothing,
+        master_weights: bool,
+        declared: Collection[str],
+        events: EventLog,
+        updating: Updating,
     ) -> None:
         # Not Optimizer.__init__: groups, defaults and hooks are those of the inner optimizer.
         if isinstance(optimizer, OffloadedOptimizer):

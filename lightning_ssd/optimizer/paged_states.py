@@ -33,15 +33,10 @@ from lightning_ssd.planning import update_memory
 from lightning_ssd.telemetry.events import EventLog, StallEvent
 from lightning_ssd.telemetry.stats import OptimizerStats
 
-__all__ = ["PagedStates", "Updating", "Visit", "nothing"]
+__all__ = ["PagedStates", "Updating", "Visit"]
 
 Groups = Sequence[Mapping[str, Any]]
 Updating = Callable[[Sequence[Piece], Sequence[Piece]], contextlib.AbstractContextManager[None]]
-
-
-def nothing(now: Sequence[Piece], following: Sequence[Piece]) -> contextlib.AbstractContextManager[None]:
-    """Do nothing around an update, because all parameters are in memory."""
-    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,7 @@ class PagedStates:
         files: StateFiles,
         *,
         master_weights: bool,
-        events: EventLog | None,
+        events: EventLog,
         updating: Updating,
     ) -> None:
         self._updating = updating
@@ -122,15 +117,6 @@ class PagedStates:
     def has_master(self, parameter: torch.Tensor) -> bool:
         return self.master_weights and has_master(parameter)
 
-    def _subgroup_bytes(self, groups: Groups) -> int:
-        nbytes: int = sum(
-            even_numel(p) * self._trials.element_bytes(p, number)
-            for number, group in enumerate(groups)
-            for p in group["params"]
-            if has_shape(p)
-        )
-        return update_memory.subgroup_bytes(nbytes, self.files.tier.num_directories)
-
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def register(self, groups: Groups) -> None:
@@ -140,7 +126,10 @@ class PagedStates:
         self._retire(numbers)
         if new:
             if not self.partition.subgroups:
-                self._slot_bytes = self.partition.max_bytes = self._subgroup_bytes(groups)
+                shaped = [p for group in groups for p in group["params"] if has_shape(p)]
+                nbytes = sum(even_numel(p) * self._trials.element_bytes(p, numbers[id(p)]) for p in shaped)
+                largest = update_memory.subgroup_bytes(nbytes, self.files.tier.num_directories)
+                self._slot_bytes = self.partition.max_bytes = largest
             self.partition.extend(
                 new,
                 lambda p: self._trials.element_bytes(p, numbers[id(p)]),
@@ -316,7 +305,7 @@ class PagedStates:
 
     def _taken(self, index: int) -> torch.UntypedStorage | None:
         asked_s, storage = time.perf_counter(), self.store.take(index)
-        if self._events is not None and storage is not None:
+        if storage is not None:
             self._events.append(StallEvent(storage.nbytes(), asked_s, time.perf_counter()))
         return storage
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -69,7 +68,7 @@ class DeviceGradients:
         for key, (name, parameter) in new.items():
             registers: list[tuple[Callable[..., RemovableHandle], Callable[..., None]]] = [
                 (parameter.register_hook, partial(self.pager.is_coming, key)),
-                (parameter.register_post_accumulate_grad_hook, _Accumulated(self, name)),
+                (parameter.register_post_accumulate_grad_hook, partial(self.accumulated, name)),
             ]
             self.pager.hooks[key] = ParameterHooks(parameter, [register(hook) for register, hook in registers])
 
@@ -91,7 +90,7 @@ class DeviceGradients:
                 *(total, free, written),
             )
 
-    def accumulated(self, parameter: torch.Tensor, name: str) -> None:
+    def accumulated(self, name: str, parameter: torch.Tensor) -> None:
         """Autograd has made or changed a gradient."""
         if os.getpid() != self._pid or self.pager.is_closed or self.pager.parameter(id(parameter)) is not parameter:
             return
@@ -134,7 +133,6 @@ class DeviceGradients:
             disk_bytes=ssd.disk_bytes,
             stall_s=self.pager.stall_s,
             stall_backward_s=self.pager.stall_backward_s,
-            num_late_weights=self.pager.num_late,
         )
 
     def close(self) -> None:
@@ -153,18 +151,6 @@ class DeviceGradients:
         finally:
             self.pager.close()
             guard_patches.remove_user(self.pager)
-
-
-class _Accumulated:
-    """The hook of a parameter that autograd calls when it has added to the gradient."""
-
-    def __init__(self, gradients: DeviceGradients, name: str) -> None:
-        self._gradients, self._name = weakref.ref(gradients), name
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        gradients = self._gradients()
-        if gradients is not None:
-            gradients.accumulated(parameter, self._name)
 
 
 class _GradientMemory(DeviceMemory):

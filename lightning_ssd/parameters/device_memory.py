@@ -194,7 +194,11 @@ class DeviceMemory:
         if not self.is_here:
             storage.resize_(0)  # an interrupt, or the drive, has kept the bytes from coming
             return False
-        self._settle_exposed(storage)
+        if self._is_exposed:  # bytes may have been changed that a program had got hold of, and can change no more
+            before, self._exposed = self._exposed, None
+            if before is None or not torch.equal(before, storage_bytes(storage, 0, self.nbytes)):
+                self._forget_copy()
+            self._is_exposed = False
         if not self.is_stored:
             self.begin_write()
             return False
@@ -227,15 +231,6 @@ class DeviceMemory:
 
     def _is_held_by_owners_alone(self, tensor: torch.Tensor) -> bool:
         return not is_held_in_c(tensor)
-
-    def _settle_exposed(self, storage: torch.UntypedStorage) -> None:
-        """Return whether bytes were changed that a program had got hold of, and can change no more."""
-        if not self._is_exposed:
-            return
-        before, self._exposed = self._exposed, None
-        if before is None or not torch.equal(before, storage_bytes(storage, 0, self.nbytes)):
-            self._forget_copy()
-        self._is_exposed = False
 
     def begin_write(self) -> Latch | None:
         """Have the present bytes written; return what opens when that has ended. ``None``: there is nothing to do.

@@ -94,13 +94,13 @@ class PagedGradients:
         known = {id(hooks.parameter) for hooks in self._hooks.values()}
         told = [reduction.module for reduction in self._reductions]
         new = [p for p in whole if id(p) not in known]
-        new_shards = [s for s in shards if all(s.group.group is not one for one in told)]
+        new_shards = [s for s in shards if all(s.group is not one for one in told)]
         sizes = [p.nbytes for p in new] + [local_of(s.parameter).nbytes + VECTOR_BYTES for s in new_shards]
         self._files.check_room(sizes, changes=True)
         for parameter in new:
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
             self._hooks[id(parameter)] = ParameterHooks(parameter, [register(self._accumulated)])
-        for group in {id(s.group.group): s.group.group for s in new_shards}.values():
+        for group in {id(s.group): s.group for s in new_shards}.values():
             self._reductions.append(Reduction(group, self._reduced))
         for shard in sharded.values():
             stays = self._waits is not None and not self._waits(shard.parameter)

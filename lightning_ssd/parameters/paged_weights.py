@@ -69,7 +69,7 @@ class PagedWeights(ABC, Generic[Memory]):
         self._is_replicated = is_replicated
         self.residents = residents
         if residents is not None:
-            residents.gauge.count_out(pager)
+            residents.gauge.count_out(lambda: pager.passing_bytes)
         self._min_nbytes = min_nbytes
         self._device = device
         self._windows: list[Window | Gathering] = []
@@ -334,10 +334,8 @@ class PagedWeights(ABC, Generic[Memory]):
             stall_s=self.pager.stall_s,
             stall_backward_s=self.pager.stall_backward_s,
             weights_bytes=sum(weight.memory.nbytes for weight in self.pager.weights),
-            weights_resident_bytes=self.pager.resident_bytes,
             weights_resident_peak_bytes=self.pager.resident_peak_bytes,
             weights_kept_bytes=0 if self.residents is None else self.residents.kept_bytes,
-            num_late_weights=self.pager.num_late,
         )
 
     @property

@@ -80,7 +80,7 @@ class Unit(Generic[Memory]):
     def __init__(self, number: int, name: str, user: object | None) -> None:
         self.number = number
         self.name = name
-        self.user: Callable[[], object | None] = _nobody if user is None else weakref.ref(user)
+        self.user: Callable[[], object | None] = (lambda: None) if user is None else weakref.ref(user)
         self.weights: list[Weight[Memory]] = []
         self.num_windows = 0
         """Calls of its forward under way. Its pages stay as long."""
@@ -89,10 +89,6 @@ class Unit(Generic[Memory]):
         self.coming: Latch | None = None
         """Opens when the read under way has ended."""
         self.error: BaseException | None = None
-
-
-def _nobody() -> None:
-    """The user of a unit that has none."""
 
 
 def _key(place: Place) -> object:
@@ -108,7 +104,7 @@ class Pager(ABC, Generic[Memory]):
         """Whose weights lie in a storage, by its address. Read in the hot path, without a lock."""
         self.units: list[Unit[Memory]] = []
         self._by_place: dict[object, Unit[Memory]] = {}
-        self.resident_bytes = self.resident_peak_bytes = self.num_late = 0
+        self.resident_bytes = self.resident_peak_bytes = 0
         self.stall_s = self.stall_backward_s = 0.0
         # The use that came after each use the last time. One is enough where the order hardly changes: a forward ends
         # where its backward begins, and each phase has successors of its own. A wrong guess costs time only.
@@ -182,15 +178,18 @@ class Pager(ABC, Generic[Memory]):
         return known
 
     @property
-    def present_bytes(self) -> int:
-        """Bytes in memory, or on its way there. Takes no lock."""
+    def passing_bytes(self) -> int:
+        """Bytes in memory, or on the way there, to be used and given back: not those that the program holds. Takes no
+        lock once :attr:`window_bytes` is known.
+        """
         coming = [unit for unit in list(self.units) if unit.coming is not None and unit.resident_bytes is None]
-        return self.resident_bytes + sum(weight.memory.nbytes for unit in coming for weight in list(unit.weights))
+        present = self.resident_bytes + sum(weight.memory.nbytes for unit in coming for weight in list(unit.weights))
+        return min(present, self.window_bytes)
 
     @property
     def to_come_bytes(self) -> int:
-        """Bytes that may be in memory at a time, and are not present. Takes no lock once the former is known."""
-        return 0 if self.is_closed else max(self.window_bytes - self.present_bytes, 0)
+        """Bytes that may be in memory at a time, and are not present."""
+        return 0 if self.is_closed else self.window_bytes - self.passing_bytes
 
     # -- uses ----------------------------------------------------------------------------------------------------
 
@@ -202,7 +201,12 @@ class Pager(ABC, Generic[Memory]):
             OffloaderClosedError: this is a fork of the process that they belong to.
         """
         if self.is_closed:
-            self._refuse_fork(unit)
+            if os.getpid() != self._pid:
+                raise OffloaderClosedError(
+                    f"the weights of {unit.name or 'the model'} wait on a drive for process {self._pid}, and this is "
+                    f"its fork {os.getpid()}, where they cannot be read; copy the model before the fork "
+                    "(copy.deepcopy), or start processes by spawn"
+                )
             return
         with self._lock:
             unit.num_windows += 1
@@ -211,14 +215,6 @@ class Pager(ABC, Generic[Memory]):
             return
         self._in_backward = None
         self._use(unit, "forward" if torch.is_grad_enabled() else "evaluation")
-
-    def _refuse_fork(self, unit: Unit[Memory]) -> None:
-        if os.getpid() != self._pid:
-            raise OffloaderClosedError(
-                f"the weights of {unit.name or 'the model'} wait on a drive for process {self._pid}, and this is its "
-                f"fork {os.getpid()}, where they cannot be read; copy the model before the fork (copy.deepcopy), or "
-                "start processes by spawn"
-            )
 
     def is_traced(self, unit: Unit[Memory]) -> None:
         """The compiler traces a forward: what it compiles will run without us."""
@@ -303,15 +299,10 @@ class Pager(ABC, Generic[Memory]):
             left, self._left = self._left, None
             if left is not None and left is not unit and left is not ahead:
                 self._send_out(left, strays=True)
-            self.num_late += self._is_late(unit, guessed)
             latch = self._request(unit)
             further = None if following is None else self._after.get(following)
             self._look_ahead(None if ahead is unit else ahead, None if further is None else self.units[further[0]])
         self._wait(unit, latch)
-
-    def _is_late(self, unit: Unit[Memory], expected: Unit[Memory] | None) -> bool:
-        """Whether no thread has asked for a unit whose use begins."""
-        return unit.resident_bytes is None and unit.coming is None
 
     def _wait(self, unit: Unit[Memory], latch: Latch | None) -> None:
         """Block until a unit that was requested is here. The caller holds no lock."""

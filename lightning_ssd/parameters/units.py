@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_ssd.common.dtensor import ShardedGroup, ShardedParameter, local_of, sharded_of
+from lightning_ssd.common.dtensor import ShardedParameter, local_of, sharded_of
 from lightning_ssd.common.sent_storages import is_in_other_processes
 from lightning_ssd.common.tensors import PLAIN_TYPES, holders, storage_of
 from lightning_ssd.parameters.files.file_slices import FileSlices, file_slices
@@ -43,8 +43,8 @@ class SharedWeights:
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Whatever of the model shows the memory: the parameters, or what FSDP2 has of a shard."""
     has_buffers: bool = False
-    group: ShardedGroup | None = None
-    """That a shard is gathered with."""
+    shard: ShardedParameter | None = None
+    """That it is, if FSDP2 has cut it."""
     slices: FileSlices | None = None
     """Where the storage is a part of a file that PyTorch has mapped: all such parts of the module."""
 
@@ -78,7 +78,7 @@ def shared_weights(module: nn.Module, min_nbytes: int, device: str = "cpu") -> l
         weights.names.append(name)
         weights.parameters.append(tensor if shard is None else shard.parameter)
         weights.tensors += tensors
-        weights.group = None if shard is None else shard.group
+        weights.shard = shard
     for buffer in module.buffers() if found else ():
         if is_plain(buffer, device) and (shared := found.get(buffer.untyped_storage()._cdata)) is not None:
             shared.has_buffers = True
@@ -181,8 +181,8 @@ def owners(module: nn.Module, found: Iterable[SharedWeights], *, watches_compile
     blocks, modules = find_blocks(module), dict(module.named_modules(remove_duplicate=False))
     return {
         weights.names[0]: _owner_of(weights.names[0], modules, blocks, watches_compiled)
-        if weights.group is None
-        else (f"the shards of {weights.group.name or 'the model'}", weights.group.group)
+        if weights.shard is None
+        else (f"the shards of {weights.shard.group_name or 'the model'}", weights.shard.group)
         for weights in found
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_ssd.common.compiler import compiler_is_at_work
-from lightning_ssd.common.dtensor import ShardedGroup
+from lightning_ssd.common.dtensor import is_alone
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.parameters.pager import Pager, Unit
 
@@ -86,7 +86,7 @@ class Gathering(_UnitPatch):
     __slots__ = ("_is_alone",)
 
     def __init__(self, group: Any, unit: Unit[Any], pager: Pager[Any]) -> None:
-        self._is_alone = ShardedGroup(unit.name, group).is_alone
+        self._is_alone = is_alone(group)
         name = "wait_for_unshard" if self._is_alone else "unshard"
         super().__init__(group, name, unit, pager, label=unit.name)
 

@@ -85,14 +85,10 @@ class OffloadStats:
     """Failures after which training went on with the tensor in memory, or after a second try."""
     weights_bytes: int = 0
     """Weights that wait on drives between their uses."""
-    weights_resident_bytes: int = 0
-    """The part of these brought in and not sent out since."""
     weights_resident_peak_bytes: int = 0
-    """Their peak. The system may have more of them in its page cache, which it frees at need."""
+    """Peak of those brought in and not sent out since. The system may have more in its page cache, which it frees."""
     weights_kept_bytes: int = 0
     """Weights that could wait and stay in memory, which has room for them (``parameters="auto"``)."""
-    num_late_weights: int = 0
-    """Uses of a block's weights that no prefetch had foreseen, so that their whole read was a stall."""
 
     def __add__(self, other: OffloadStats) -> OffloadStats:
         """Add all counters: the cache, weights and optimizers each count their own part."""

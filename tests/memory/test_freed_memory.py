@@ -40,12 +40,7 @@ def made(machine):
     yield make
     for one in all_made:
         one.close()
-        assert not is_fixed(one)
         assert not stays(one)
-
-
-def is_fixed(freed):
-    return freed._threshold in MallocThreshold._users
 
 
 def stays(freed):
@@ -56,11 +51,9 @@ def stays(freed):
 def test_with_room_for_all_freed_memory_stays_where_it_is_reused(has_pages, made, machine, monkeypatch):
     monkeypatch.setattr(freed_memory, "has_whole_pages", lambda: has_pages)
     freed = made()
-    freed.leaves()
-    assert is_fixed(freed), "while the model is built"
     freed.expect(WAITING)
     freed.look()
-    assert (is_fixed(freed), stays(freed)) == (False, has_pages), "else malloc is left alone"
+    assert stays(freed) is has_pages, "else malloc is left alone"
     freed.expect(0)
     assert not stays(freed)
     freed.expect(WAITING)
@@ -69,20 +62,20 @@ def test_with_room_for_all_freed_memory_stays_where_it_is_reused(has_pages, made
     assert machine.num_trims == 2 * has_pages, "once a minute, or one large batch leaves its memory to the end"
     machine.available_bytes = 0
     freed.look()
-    assert (is_fixed(freed), stays(freed)) == (True, False)
+    assert not stays(freed)
     assert machine.num_trims == 2 * has_pages + 1
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
-def test_where_no_gradient_waits_malloc_is_left_alone(is_limited, made):
+def test_only_where_the_user_has_asked_for_less_memory_freed_memory_leaves_at_once(is_limited, made, machine):
     freed = made(is_limited=is_limited)
     freed.expect(0)
-    assert not is_fixed(freed)
-    freed.leaves()
-    freed.expect(0)
-    assert is_fixed(freed) is is_limited, "the user has asked for less memory"
+    freed.look()
+    assert not machine.num_trims, "no gradient waits"
     freed.expect(WAITING)
-    assert is_fixed(freed) is is_limited
+    freed.look()
+    assert machine.num_trims == is_limited
+    assert not (is_limited and stays(freed))
 
 
 @pytest.mark.parametrize("available", [2 * WAITING - 1, 0, None])
@@ -92,10 +85,11 @@ def test_where_memory_is_short_or_unknown_freed_memory_leaves_to_the_end(availab
     freed = made()
     freed.expect(WAITING)
     machine.available_bytes = 100 * WAITING
-    for waiting in (WAITING, 0):
+    for num_trims in (1, 2):
         freed.look()
-        freed.expect(waiting)
-        assert is_fixed(freed)
+        freed.expect(WAITING)
+        assert not stays(freed)
+        assert machine.num_trims == num_trims
 
 
 def test_memory_that_gets_short_later_is_seen_at_a_border(made, machine):
@@ -103,15 +97,15 @@ def test_memory_that_gets_short_later_is_seen_at_a_border(made, machine):
     freed.expect(WAITING)
     machine.available_bytes = WAITING
     freed.look()
-    assert not is_fixed(freed)
+    assert not machine.num_trims
     machine.available_bytes = WAITING - 1
     freed.look()
-    assert is_fixed(freed)
-    assert machine.num_trims == 1, "what is free already leaves now"
+    assert machine.num_trims == 1, "what is free leaves now"
 
 
 def test_processes_share_the_memory(made, machine):
     machine.available_bytes = 4 * WAITING
-    two, three = made(num_processes=2), made(num_processes=3)
-    two.expect(WAITING), three.expect(WAITING)
-    assert (is_fixed(two), is_fixed(three)) == (False, True)
+    for num_processes, num_trims in ((2, 0), (3, 1)):
+        shared = made(num_processes=num_processes)
+        shared.expect(WAITING), shared.look()
+        assert machine.num_trims == num_trims

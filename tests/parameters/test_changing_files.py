@@ -165,7 +165,7 @@ def test_a_write_that_ends_in_the_middle_leaves_the_gradient_in_memory(ending, f
 # -- what it costs where none waits ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sends_out", [MappedStorage.send_out, lambda mapped: mapped.send_out_part(0, mapped.nbytes)])
+@pytest.mark.parametrize("sends_out", [MappedStorage.send_out, lambda mapped: mapped.send_out((0, mapped.nbytes))])
 def test_what_is_written_after_closing_is_not_sent_out_by_another_thread(sends_out, files, monkeypatch):
     """One thread ends a backward, and another one closes meanwhile."""
     mapped = files.write(torch.zeros(SIDE).untyped_storage(), changes=True)
@@ -267,10 +267,10 @@ def test_what_was_updated_is_written_at_once_where_memory_is_short(parameters, f
     pages = UpdatePages(files, room)
     piece = Piece(parameters[1], NUMEL // 4, NUMEL // 2)
     memory = mapped_storage.mapped_storage_of(parameters[1])
-    assert memory._extent.offset > 0
+    assert memory.extent.offset > 0
     with pages.updating([piece], []):
         assert not begun
-    assert begun == ([] if is_enough else [(memory._extent.offset + NBYTES // 4, NBYTES // 4)])
+    assert begun == ([] if is_enough else [(memory.extent.offset + NBYTES // 4, NBYTES // 4)])
     assert room.asked == [files.used_bytes]
     memory.make_private()
     with pages.updating([piece], []):

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.memory import gauge
 from lightning_ssd.memory.gauge import DeviceGauge
+from lightning_ssd.parameters.device_pager import DevicePager
 from tests.support.interrupted_points import Checkpoint, PointsIn
 from tests.support.late import late_copies
 from tests.support.pairs import each_once
@@ -155,20 +156,18 @@ def test_an_interrupt_while_trained_weights_move_costs_no_bit(card, without_dela
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
-class Waiting(SimpleNamespace):
-    present_bytes: int
-    window_bytes: int
-
-
 def test_weights_in_use_are_available_and_not_held(card):
     card.capacity_bytes, card.others_bytes = 1000, 300
     device = DeviceGauge(torch.device("cpu"))
     assert (device.held_bytes(), device.available_bytes(0)) == (300, 700)
-    device.count_out(Waiting(present_bytes=40, window_bytes=100))
+    pager = DevicePager()
+    device.count_out(lambda: pager.passing_bytes)
+    pager._window_bytes, pager.resident_bytes = 100, 40
     assert (device.held_bytes(), device.available_bytes(0)) == (260, 740)
-    device.count_out(Waiting(present_bytes=140, window_bytes=100))
+    pager.resident_bytes = 140
     assert (device.held_bytes(), device.available_bytes(0)) == (200, 800), "what is there beyond its use is held"
     assert device.fixed_bytes(7) == 0
+    pager.close()
 
 
 @pytest.mark.parametrize(("is_capturing", "stats"), [(True, {"reserved": 1}), (False, {})])

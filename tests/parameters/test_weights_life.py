@@ -157,7 +157,7 @@ def test_a_read_that_fails_is_an_error_that_names_the_weight(opened, monkeypatch
     offloader = opened(model)
     train(model, offloader, steps=2)
 
-    def refuse(self, start, nbytes):
+    def refuse(self, start, nbytes, *, changes=False):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patched:

@@ -45,7 +45,7 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
 _BY_PARAMETER: tuple[type[Optimizer], ...] = (
     optim.SparseAdam,
     optim.Adafactor,
-    *([optim.Muon] if hasattr(optim, "Muon") else []),  # since PyTorch 2.9
+    optim.Muon,
 )
 """Update every parameter by itself."""
 _COUPLING = ("LBFGS", "Prodigy", "DAdapt", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad", "SAM", "KFAC")

@@ -103,10 +103,6 @@ class Layout:
             states[field.part][field.key] = wrap(field.view(storage), field.spec)
         return states
 
-    def without(self, part: int) -> Layout:
-        """Return this layout without the tensors of one part. The memory of the others does not change."""
-        return Layout(tuple(field for field in self.fields if field.part != part), self.nbytes)
-
     def templates(self, states: Sequence[State]) -> list[State]:
         """Return the parts' states with :data:`MOVED` in the place of each tensor of the layout."""
         result = [dict(state) for state in states]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,9 @@ class Subgroup:
     def forget(self, number: int) -> None:
         """Drop the state of a part. Its bytes in the subgroup's memory are ignored from then on."""
         layout, templates = self.contents
-        left = Contents(None if layout is None else layout.without(number), templates)
+        if layout is not None:  # the memory of the others does not change
+            layout = replace(layout, fields=tuple(field for field in layout.fields if field.part != number))
+        left = Contents(layout, templates)
         # No call in between: an interrupt would leave a mark in the template that no layout has.
         self.contents = left
         templates[number] = {}

@@ -53,20 +53,16 @@ class StateFiles:
         self.share = share
         self._resources = resources
         self._last: Progress | None = None
-        self._states_bytes = 0
 
-    def reserve(self, nbytes: int, *, beside: int = 0) -> None:
+    def reserve(self, nbytes: int) -> None:
         """Reserve the space on the drives before the first step needs it.
 
         Args:
-            nbytes: of the states, with their spare room; 0: as many as before.
-            beside: bytes of anything else.
+            nbytes: of the states, with their spare room.
 
         Raises:
             OutOfSpaceError: all directories together have no room. Earlier reservations stay, and no state is lost.
         """
-        self._states_bytes = nbytes or self._states_bytes
-        nbytes = self._states_bytes + beside
         doing = f"Reserving {format_sizes(nbytes)[0]} of disk space for optimizer states"
         with StatusLine(doing, delay_s=0), deferring_interrupts():
             self.tier.reserve(nbytes, "optimizer states")

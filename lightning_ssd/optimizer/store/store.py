@@ -28,9 +28,9 @@ from lightning_ssd.optimizer.store.entry import (
     Residency,
     StoredCopy,
     SubgroupEntry,
-    copied,
 )
 from lightning_ssd.tiers.base import OneByOne, StoredBytes
+from lightning_ssd.tiers.copy_paths import storage_bytes
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
@@ -48,7 +48,8 @@ class _Move(OneByOne):
         self.index, self.tier, self.storage = index, tier, storage
 
     def write_begins(self) -> torch.UntypedStorage | None:
-        return self.storage if self._store._is_wanted(self) else None
+        with self._store._lock:
+            return self.storage if self._store._homes[self.index].writer is self else None
 
     def is_wanted(self) -> bool:
         return True
@@ -131,13 +132,6 @@ class StateStore:
             first: number of the first new subgroup. Entries from it on are left from an interrupted call, and dropped.
         """
         self._homes[first if first is not None else len(self) :] = [SubgroupEntry() for _ in range(num)]
-
-    @property
-    def drive_bytes(self) -> int:
-        """Bytes of the subgroups that the drives hold."""
-        with self._lock:
-            copies = [home.copy for home in self._homes]
-        return sum(copy.stored.body_nbytes for copy in copies if copy is not None and not copy.is_cached)
 
     def in_memory(self) -> list[int]:
         """Return the subgroups that are in memory, and need no fetch."""
@@ -348,10 +342,6 @@ class StateStore:
                 return True
         return False
 
-    def _is_wanted(self, write: _Move) -> bool:
-        with self._lock:
-            return self._homes[write.index].writer is write
-
     def _written(self, write: _Move, stored: StoredBytes | None, error: BaseException | None) -> None:
         with self._lock:
             home = self._homes[write.index]
@@ -501,7 +491,7 @@ class StateStore:
             home = self._homes[index]
             if home.is_dirty and home.storage is not None:
                 self.slots.used_here(home.storage)
-                return copied(home.storage)
+                return storage_bytes(home.storage, 0, home.storage.nbytes()).clone().untyped_storage()
             if home.copy is not None:
                 home.copy.num_holders += 1
             return home.copy
@@ -510,11 +500,6 @@ class StateStore:
         """Release the copies in a list, to which the caller may add, after ``hold`` has died: with the next move."""
         with self._lock:
             self._returned.watch(hold, copies)
-
-    def settle(self) -> None:
-        """Release the copies of dead holders."""
-        with self._lock:
-            self._returned.give_back()
 
     def _until(self, is_done: Callable[[], bool], line: StatusLine | None = None) -> None:
         """Wait until ``is_done()``, called under the lock after each change; ``line`` is updated without the lock."""

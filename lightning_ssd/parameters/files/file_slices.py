@@ -24,7 +24,6 @@ from lightning_ssd.common.tensors import StorageKey, use_count
 
 __all__ = ["FileSlices", "file_slices"]
 
-_WORD_BYTES = 8
 _NUM_WORDS = 5
 """Number of words of a storage's memory that are looked at: it has more."""
 
@@ -38,15 +37,8 @@ class _Layout(NamedTuple):
     """Address of the function that frees it."""
     free_slice: int
     free_mapping: int
-    held: _Held
-    """A mapping that nothing but its slices holds, without these."""
-
-
-class _Held(NamedTuple):
-    """Who refers to a storage."""
-
-    in_cpp: int
-    in_python: int
+    held: tuple[int, int]
+    """References to a mapping that nothing but its slices holds, without these: in C++, and in Python."""
 
 
 class FileSlices:
@@ -119,11 +111,11 @@ def _layout() -> _Layout | None:
     return _Layout(parents[0], frees[0], of_one[frees[0]], of_whole[frees[0]], _held(cdata, 2))
 
 
-def _held(whole: int, num_slices: int) -> _Held:
-    """By others than its slices. The object of Python is there from here on, if it was not before."""
+def _held(whole: int, num_slices: int) -> tuple[int, int]:
+    """Count references by others than its slices. The object of Python is there from here on, if it was not before."""
     storage = torch.UntypedStorage._new_with_weak_ptr(whole)
-    return _Held(use_count(whole) - num_slices, sys.getrefcount(storage))
+    return use_count(whole) - num_slices, sys.getrefcount(storage)
 
 
 def _words(address: int) -> tuple[int, ...]:
-    return struct.unpack(f"{_NUM_WORDS}Q", ctypes.string_at(address, _NUM_WORDS * _WORD_BYTES))
+    return struct.unpack(f"{_NUM_WORDS}Q", ctypes.string_at(address, 8 * _NUM_WORDS))

@@ -24,7 +24,7 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.parameters.files.mapped_storage import MappedStorage, write_refusal
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
-from lightning_ssd.storage.spill_file import Arena, Extent
+from lightning_ssd.storage.spill_file import Arena
 
 __all__ = ["WeightFiles"]
 
@@ -88,27 +88,13 @@ class WeightFiles:
 
     def write(self, storage: torch.UntypedStorage, *, changes: bool) -> MappedStorage:
         """Write the bytes of a storage on a CPU to a file; return memory that shows them."""
-        nbytes, start = storage.nbytes(), storage.data_ptr() % VECTOR_BYTES
-        if start:
-            return self._write_unaligned(storage, start, changes=changes)
-        arena, extent = self._allocate(self._changing if changes else self._still, nbytes)
-        try:
-            body = nbytes // self._backend.block_bytes * self._backend.block_bytes
-            for start in range(0, body, DEFAULT_CHUNK_BYTES):
-                region = Region(storage.data_ptr() + start, min(DEFAULT_CHUNK_BYTES, body - start))
-                self._backend.write(arena, region, extent.offset + start)
-            self._write_tail(arena, Region(storage.data_ptr() + body, nbytes - body), extent.offset + body)
-            view = _shown(arena, extent)
-        except BaseException:
-            arena.free(extent)
-            raise
-        return MappedStorage(view, arena, extent, nbytes)
-
-    def _write_unaligned(self, storage: torch.UntypedStorage, start: int, *, changes: bool) -> MappedStorage:
-        """Through the page cache, since it does not begin with a block: what it is shown by is aligned as it is."""
+        start = storage.data_ptr() % VECTOR_BYTES
         mapped = self.map_new(storage.nbytes(), start, changes=changes)
         try:
-            mapped.fill(Region.of(storage))
+            if start:  # the bytes do not begin with a block: through the page cache
+                mapped.fill(Region.of(storage))
+            else:
+                self._write_blocks(mapped.arena, mapped.extent.offset, Region.of(storage))
         except BaseException:
             mapped.forget()
             raise
@@ -119,12 +105,16 @@ class WeightFiles:
         """Return what a storage takes in a file, but for the rest of the last block."""
         return storage.nbytes() + storage.data_ptr() % VECTOR_BYTES
 
-    def _write_tail(self, arena: Arena, tail: Region, offset: int) -> None:
-        """Less than a block, with zeros behind it."""
-        if tail.nbytes:
+    def _write_blocks(self, arena: Arena, offset: int, region: Region) -> None:
+        """Write past the page cache, with zeros behind the last byte."""
+        body = region.nbytes // self._backend.block_bytes * self._backend.block_bytes
+        for start in range(0, body, DEFAULT_CHUNK_BYTES):
+            chunk = Region(region.address + start, min(DEFAULT_CHUNK_BYTES, body - start))
+            self._backend.write(arena, chunk, offset + start)
+        if body < region.nbytes:
             block = torch.zeros(self._backend.block_bytes, dtype=torch.uint8)
-            ctypes.memmove(block.data_ptr(), tail.address, tail.nbytes)
-            self._backend.write(arena, Region(block.data_ptr(), block.nbytes), offset)
+            ctypes.memmove(block.data_ptr(), region.address + body, region.nbytes - body)
+            self._backend.write(arena, Region(block.data_ptr(), block.nbytes), offset + body)
 
     def map_new(self, nbytes: int, start: int = 0, *, changes: bool = True) -> MappedStorage:
         """Memory that shows a part of a file with arbitrary bytes.
@@ -134,17 +124,17 @@ class WeightFiles:
             start: where in its pages it begins.
             changes: whether it is for weights that are trained, or gradients.
         """
-        arena, extent = self._allocate(self._changing if changes else self._still, start + nbytes)
+        files = self._changing if changes else self._still
+        arena = files.arenas[files.next % len(files.arenas)]
+        files.next += 1
+        extent = arena.allocate(self._padded(start + nbytes))
         try:
-            return MappedStorage(_shown(arena, extent), arena, extent, nbytes, start=start)
+            view = FileView(extent.nbytes, offset=extent.offset)
+            arena.show(view, 0, extent.offset, extent.nbytes, shared=True)
+            return MappedStorage(view, arena, extent, nbytes, start=start)
         except BaseException:
             arena.free(extent)
             raise
-
-    def _allocate(self, files: _Files, nbytes: int) -> tuple[Arena, Extent]:
-        arena = files.arenas[files.next % len(files.arenas)]
-        files.next += 1
-        return arena, arena.allocate(self._padded(nbytes))
 
     def is_still(self, storage: MappedStorage) -> bool:
         return storage.arena in self._still.arenas
@@ -213,12 +203,6 @@ class WeightFiles:
 
     def _padded(self, nbytes: int) -> int:
         return round_up(nbytes, self._backend.block_bytes)
-
-
-def _shown(arena: Arena, extent: Extent) -> FileView:
-    view = FileView(extent.nbytes, offset=extent.offset)
-    arena.show(view, 0, extent.offset, extent.nbytes, shared=True)
-    return view
 
 
 def _lost(arena: Arena, error: OSError) -> StorageError:

@@ -95,18 +95,13 @@ class _GuardPatches:
                 user.follow_stream()
 
     def _begin(self) -> None:
-        tensor: Any = torch.Tensor
-        tensor.data = property(_get_data, _set_data)
-        self._put_back.append(lambda: delattr(torch.Tensor, "data"))
+        self._stand_in(torch.Tensor, "data", property(_get_data, _set_data))
         for name, plain in _GRADS.items():
             self._put_back.append(partial(_take_away, name))
-            setattr(tensor, name, _Gradient(plain))
-        self._put_back.append(lambda: setattr(nn.Parameter, "__new__", staticmethod(_plain_new)))
-        nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[method-assign]
-        self._put_back.append(lambda: delattr(torch.Tensor, "_make_subclass"))
-        tensor._make_subclass = staticmethod(_with_memory(_plain_subclass))
-        self._put_back.append(lambda: delattr(torch.Tensor, "set_"))
-        tensor.set_ = _set_storage
+            setattr(torch.Tensor, name, _Gradient(plain))
+        self._stand_in(nn.Parameter, "__new__", staticmethod(_new_parameter))
+        self._stand_in(torch.Tensor, "_make_subclass", staticmethod(_with_memory(_plain_subclass)))
+        self._stand_in(torch.Tensor, "set_", _set_storage)
         for owner in (torch.cuda, torch.accelerator):
             if (set_stream := getattr(owner, "set_stream", None)) is not None:
                 self._stand_in(owner, "set_stream", _then_follow(set_stream))
@@ -133,11 +128,10 @@ class _GuardPatches:
             for name in names:
                 self._stand_in(module, name, _with_memory(getattr(module, name)))
 
-    def _stand_in(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        before = getattr(owner, name)
-        is_own = name in vars(owner)  # else it is a base class' and is found there again
-        self._put_back.append((lambda: setattr(owner, name, before)) if is_own else (lambda: delattr(owner, name)))
-        setattr(owner, name, function)
+    def _stand_in(self, owner: Any, name: str, value: Any) -> None:
+        own = vars(owner).get(name)  # as it stands there; None: a base class has it, and it is found there again
+        self._put_back.append(partial(delattr, owner, name) if own is None else partial(setattr, owner, name, own))
+        setattr(owner, name, value)
 
 
 def _then_follow(set_stream: Callable[..., Any]) -> Callable[..., Any]:
