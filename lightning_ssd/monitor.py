@@ -30,7 +30,7 @@ from lightning_ssd.reports.run_log import RunLog
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.reports.verdict import judge
 from lightning_ssd.telemetry.metrics import METRICS, MetricWindow, compute, merge_ranks
-from lightning_ssd.telemetry.stats import OffloadStats
+from lightning_ssd.telemetry.stats import OffloadStats, saved_pct
 
 __all__ = ["OffloadMonitor"]
 
@@ -58,8 +58,8 @@ class OffloadMonitor(Callback):
     recorded.
 
     Args:
-        prog_bar: show on the progress bar the peak of saved activations in memory (``act``, GiB), what a step writes to
-            drives (``ssd``, GiB) and the share of stalls (``wait%``).
+        prog_bar: show on the progress bar by how many per cent saved activations take less memory (``saved%``), as the
+            verdict does.
         verdict: print a headline, at most three lines and the next step at the end of ``fit``; the text is in
             :attr:`summary` in any case.
         reset_peaks: let all peaks begin anew after each row, so that a row holds the peak since the row before. Off by
@@ -153,8 +153,9 @@ class OffloadMonitor(Callback):
         self._end_record(trainer)
         self._window.add(sample)
         self._run.add(sample)
-        if self.prog_bar and trainer.progress_bar_callback is not None:
-            self._show(pl_module, sample)
+        offloader = _offloader_of(trainer)
+        if self.prog_bar and trainer.progress_bar_callback is not None and offloader is not None:
+            self._show(pl_module, offloader.stats)
         self._last_step_s, self._run_s, self._step_s = self._step_s, self._run_s + self._step_s, 0.0
         if _is_due(trainer):
             self._log(trainer)
@@ -205,16 +206,14 @@ class OffloadMonitor(Callback):
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             self._try("log pictures", partial(publish_charts, charts, experiment, step))
 
-    def _show(self, pl_module: pl.LightningModule, sample: dict[str, float]) -> None:
-        if "io/stall_s" not in sample:
+    def _show(self, pl_module: pl.LightningModule, stats: OffloadStats) -> None:
+        """Show one number: a terminal of 80 columns has room for no more beside the loss."""
+        percent = saved_pct(stats.settled_peak_bytes, stats.saved_peak_bytes)
+        if percent is None or not stats.settled_peak_bytes:  # no backward has ended
             return
-        bar = {
-            "act": sample["memory/activations_resident_peak_gib"],
-            "ssd": sample["io/write_gib"],
-            "wait%": 100 * sample["io/stall_s"] / self._step_s if self._step_s > 0 else 0.0,
-        }
-        rounded = {key: float(f"{value:.3g}") for key, value in bar.items()}
-        pl_module.log_dict(rounded, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
+        pl_module.log(
+            "saved%", percent, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True
+        )
 
     def _log(self, trainer: pl.Trainer) -> None:
         row, self._window = self._window.result(), MetricWindow()
