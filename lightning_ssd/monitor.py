@@ -211,9 +211,7 @@ class OffloadMonitor(Callback):
         percent = saved_pct(stats.settled_peak_bytes, stats.saved_peak_bytes)
         if percent is None or not stats.settled_peak_bytes:  # no backward has ended
             return
-        pl_module.log(
-            "saved%", percent, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True
-        )
+        pl_module.log("saved%", percent, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
 
     def _log(self, trainer: pl.Trainer) -> None:
         row, self._window = self._window.result(), MetricWindow()

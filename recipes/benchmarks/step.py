@@ -3,7 +3,6 @@
     python -m recipes.benchmarks.step --dir DIR [--modes keep,ssd,recompute,naive] [--json FILE]
     python -m recipes.benchmarks.step --dir DIR --modes keep,auto,budget=40%,budget=1.5GiB@200MB/s [--shape tall]
     python -m recipes.benchmarks.step --dir DIR --modes keep,keep_again  # does this machine repeat its bits and times?
-    python -m recipes.benchmarks.step --hooks                  # what our hooks cost per tensor
     python -m recipes.benchmarks.step --profile gpu --dir DIR  # one CUDA card
 
 Each mode trains in a process of its own. The processes take turns, step by step, in an order that rotates, so that a
@@ -54,7 +53,6 @@ from recipes.benchmarks.harness.process import Child, ChildDiedError, ChildOutOf
 from recipes.benchmarks.harness.rounds import PLANNED_WARMUP, run_round, tell
 from recipes.benchmarks.harness.shapes import Shape, add_shape_arguments, choose_shape, has_transformers
 from recipes.benchmarks.harness.tables import Sample, show, summarise
-from recipes.benchmarks.hooks import ROUNDS, bench_hooks
 from recipes.benchmarks.workers.step import Job
 
 GIB = float(1 << 30)
@@ -230,9 +228,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"on a card {','.join(CARD_MODES)}".replace("%", "%%"),
     )
     add_run_arguments(parser)
-    parser.add_argument(
-        "--hooks", type=int, nargs="?", const=ROUNDS, metavar="ROUNDS", help="measure the cost of our hooks instead"
-    )
     parser.add_argument("--json", type=Path, help="write environment, samples and summary here")
     args = parser.parse_args(arguments)
     try:
@@ -271,12 +266,6 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     return {"environment": facts, "summary": rows, "samples": [asdict(sample) for sample in samples]}
 
 
-def hooks(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """The cost per saved tensor, on the device of the profile."""
-    device = "cpu" if args.tiny or args.profile == "cpu" else "cuda"
-    return {"environment": environment("step", 1), **bench_hooks(directory, device=device, rounds=args.hooks)}
-
-
 def show_determinism(samples: Sequence[Sample]) -> None:
     """How far bits can be compared; nothing where nothing had to be set."""
     for told in {sample.values.get("described", {}).get("determinism"): None for sample in samples}:
@@ -298,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     with spill_directory(args.dir, "bench_step") as directory:
         try:
-            content = hooks(args, directory) if args.hooks else run(args, directory)
+            content = run(args, directory)
         except ChildDiedError as error:
             sys.exit(str(error))
     if args.json:

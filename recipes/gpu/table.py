@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -120,12 +119,11 @@ def _of_states(row: Mapping[str, Any]) -> str:
 
 
 def _of_hooks(content: Mapping[str, Any]) -> str:
-    kept = statistics.median(row["ours_us"] for row in content["summary"])
-    moved = content["moved"]
-    return (
-        f"kept {kept:.1f} us; moved {moved['forward_us']:.0f} us forward and {moved['backward_us']:.0f} us backward, "
-        f"CPU {moved['thread_us']:.0f} us of the training thread, {moved['process_us']:.0f} us of the process"
-    )
+    kept, moved = (content["per_tensor"][name] for name in ("large, stays", "moved"))
+    told = "moved: not measured"
+    if moved is not None:
+        told = f"moved {moved['thread_us']:.0f} us of the training thread, {moved['process_us']:.0f} us of the process"
+    return f"kept {kept['thread_us']:.1f} us; {told}; default step {content['tiny_gpt']['default']:.2f} of plain"
 
 
 def _of_compiled(found: Mapping[str, Any]) -> str:

@@ -12,7 +12,6 @@ import torch
 from lightning_ssd import HardwareProfile
 from recipes.benchmarks import (
     deepspeed,
-    hook_evidence,
     hooks,
     io,
     io_beside_compute,
@@ -40,8 +39,8 @@ def tiny(monkeypatch):
     """Sizes that no argument sets."""
     monkeypatch.setattr(optimizer, "ODD_HIDDEN", (320,))
     monkeypatch.setattr(hooks, "CHAIN", 60)
-    monkeypatch.setattr(hook_evidence, "ONCE_STORAGES", 20)
-    monkeypatch.setattr(hook_evidence, "ONCE_PARAMETERS", 8)
+    monkeypatch.setattr(hooks, "ONCE_STORAGES", 20)
+    monkeypatch.setattr(hooks, "ONCE_PARAMETERS", 8)
     monkeypatch.setattr(memory_over_step, "_EVERY_S", 0.0001)
     monkeypatch.setattr(io_beside_compute, "REQUEST_BYTES", 2 * MIB)
     monkeypatch.setattr(io_beside_compute, "FILE_BYTES", 8 * MIB)
@@ -357,7 +356,7 @@ def test_what_came_back_otherwise_is_no_measurement(tmp_path, monkeypatch):
     monkeypatch.setattr(hooks, "CHAIN", 20)
     monkeypatch.setattr(hooks, "InstantBackend", Lying)
     with pytest.raises(RuntimeError, match="other gradients than plain PyTorch"):
-        hooks.moved_us(HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True), rounds=3)
+        hooks.per_tensor(HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True), "cpu", 1)
     monkeypatch.setattr(io.Owner, "is_right", lambda self: False)
     monkeypatch.setattr(io.shutil, "which", shutil.which if shutil.which("fio") else lambda name: None)
     with pytest.raises(SystemExit, match="2 of 2 tensors came back with other bytes"):
