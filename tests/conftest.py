@@ -58,7 +58,7 @@ _IMPORTED_FOR_FORKS = (
 )
 _IMPORTED_WITH_TRANSFORMERS = (
     *(
-        "recipes.benchmarks.workers.deepspeed",
+        "recipes.benchmarks.workers.rivals",
         "recipes.own_loop",
         "recipes.runner",
         "transformers.models.gpt2.modeling_gpt2",

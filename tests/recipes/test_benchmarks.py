@@ -11,7 +11,6 @@ import torch
 
 from lightning_ssd import HardwareProfile
 from recipes.benchmarks import (
-    deepspeed,
     hooks,
     io,
     io_beside_compute,
@@ -75,10 +74,10 @@ def trained_within_a_limit(found):
 
 STEP_SIZES = ["--width", "128", "--sequence", "128", "--threads", "1", "--rounds", "1"]
 TOYS = {
-    "deepspeed": (
-        deepspeed,
-        "--tiny --modes torch,ours,ours_cached --steps 1",
-        lambda found: len(found["tables"][0]["rows"][0]["losses"]) == 2,
+    "rivals, states": (
+        rivals,
+        "--tiny --part states --modes plain,ours_states,ours_states_cached --steps 1",
+        lambda found: all(row["bits"] == {"equal": 28, "of": 28} and row["update_s"] > 0 for row in found["rows"]),
     ),
     "rivals": (
         rivals,
@@ -181,9 +180,6 @@ def test_a_toy_run_of_recomputing(capsys):
 @pytest.mark.parametrize(
     ("benchmark", "arguments", "message"),
     [
-        (deepspeed, ["--modes", "torch,deepsped"], "deepsped; allowed: torch, ours, ours_cached, deepspeed"),
-        (deepspeed, ["--steps", "0", "--modes", "torch"], "at least one step"),
-        (deepspeed, ["--modes", "deepspeed"], "pip install deepspeed"),
         (io, ["--dir", "none", "--size", "1GiB", "--rounds", "7", "--max-written", "15GiB"], "would write 16.0 GiB"),
         (io_beside_compute, ["--dir", ".", "--rate", "0"], "have to be above 0"),
         (memory_limit, ["--limit", "much"], "--limit"),
@@ -198,6 +194,7 @@ def test_a_toy_run_of_recomputing(capsys):
         (rivals, [], "leave it out: --modes plain,swap,fsdp2,ours"),
         (rivals, ["--modes", "plain,our"], "--modes has our; allowed: plain"),
         (rivals, ["--modes", "plain", "--limit", "much"], "is not a size"),
+        (rivals, ["--steps", "0", "--modes", "plain"], "at least one step"),
         (step, ["--modes", "keep,ssdd"], "--modes has ssdd; allowed: keep, ssd"),
         (step, ["--profile", "gpu", "--shape", "tall"], "--shape tall belongs to --profile cpu"),
         (step, ["--profile", "gpu"], "--profile gpu needs a CUDA device"),
@@ -330,17 +327,13 @@ def test_one_wrong_bit_of_a_state_is_told(changed, equal, states_equal, capsys):
     assert optimizer_tables.summarise(ours)[0]["equal"] is None, "nothing was compared"
 
 
-def test_wrong_bits_of_rivals_are_told(capsys, monkeypatch):
-    seconds = dict.fromkeys(("forward_s", "backward_s", "update_s", "settled_s", "step_s", "sync_s"), 2.0)
+def test_wrong_bits_of_rivals_are_told(monkeypatch):
+    seconds = dict.fromkeys(("step_s", "update_s", "sync_s"), 2.0)
 
-    def row(mode, loss=1.0, weights="a", equal=2):
-        found = {"mode": mode, **seconds, "peak_bytes": 1 << 30, "losses": [loss], "weights": [weights]}
+    def row(mode, equal=2):
+        found = {"mode": mode, **seconds, "peak_bytes": 1 << 30, "losses": [1.0]}
         return found | {"fate": "trained", "bits": {"equal": equal, "of": 2}}
 
-    monkeypatch.setattr(deepspeed, "measure", lambda *_: [row("torch"), row("ours", weights="b"), row("deepspeed", 2)])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert deepspeed.main(["--tiny"]) == 1
-    assert "NOT EQUAL" in capsys.readouterr().out
     assert rivals.is_right(row("ours"))
     assert not rivals.is_right(row("ours") | {"fate": "killed in step 1"})
     monkeypatch.setattr(rivals, "measure", lambda *_: [row("ours:limited", equal=1)])

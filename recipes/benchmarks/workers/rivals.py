@@ -87,6 +87,7 @@ class RivalTrainer:
         return {
             "loss": loss,
             "step_s": step_s,
+            "update_s": self._contender.update_s,
             "sync_s": time.perf_counter() - begin_s - step_s,
             "peak_bytes": read_memory().host_peak_bytes,
         }
