@@ -64,6 +64,7 @@ class Shape:
             return self._own_model()
         import transformers
 
+        transformers.logging.set_verbosity_error()  # it remarks on the defaults of a model built from a configuration
         config = transformers.GPT2Config(
             n_layer=self.layers,
             n_embd=self.width,

@@ -1,7 +1,7 @@
 """One process of ``recipes.benchmarks.optimizer``: holds parameters and updates them in one mode, a step at a time.
 
-Speaks JSON, one object per line: the job comes first, then commands; each is answered with one line. Nothing is
-trained: gradients are made anew for each step from a seed, in memory that is taken once.
+``recipes.benchmarks.harness.process`` says how it is told what to do. Nothing is trained: gradients are made anew for
+each step from a seed, in memory that is taken once.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import xxhash
@@ -253,19 +253,5 @@ def open_updater(job: OptimizerJob) -> Iterator[Updater]:
         yield Updater(stack, job)
 
 
-def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Work off commands until there are none."""
-    with open_updater(OptimizerJob.from_json(lines.readline())) as updater:
-        commands = {"step": updater.step, "checkpoint": updater.checkpoint}
-        answer(updater.description())
-        for line in lines:
-            answer(commands[line.strip()]())
-
-
-def main() -> int:
-    """Entry of the child process."""
-    return answer_parent(serve)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_parent(OptimizerJob, open_updater))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -162,13 +161,3 @@ class OptimizerJob:
         if self.sizes.device == "cpu":
             return Needs(_PROCESS_BYTES + work + self.cache_bytes, 0, disk)
         return Needs(_CUDA_PROCESS_BYTES + self.cache_bytes, _PROCESS_BYTES + work, disk)
-
-    def to_json(self) -> str:
-        """For the child's first line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> OptimizerJob:
-        """The inverse."""
-        fields = json.loads(line)
-        return cls(**fields | {"sizes": Sizes(**fields["sizes"])})

@@ -1,19 +1,18 @@
 """One process of ``recipes.benchmarks.parameters``: trains a GPT in one mode, some steps at a time.
 
-Speaks JSON, one object per line: the job comes first, then commands; each is answered with one line. Between steps
-nothing looks at weights or gradients, which would bring them into memory and write others out unseen.
+``recipes.benchmarks.harness.process`` says how it is told what to do. Between steps nothing looks at weights or
+gradients, which would bring them into memory and write others out unseen.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,16 +80,6 @@ class ParametersJob:
     lora: bool
     directory: str
     threads: int
-
-    def to_json(self) -> str:
-        """For the child's first line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> ParametersJob:
-        """The inverse."""
-        fields = json.loads(line)
-        return cls(**fields | {"sizes": Sizes(**fields["sizes"])})
 
 
 def moved_now(directory: str) -> dict[str, int]:
@@ -243,13 +232,5 @@ def open_trainer(job: ParametersJob) -> Iterator[Trainer]:
         yield Trainer(job, offloader)
 
 
-def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Work off commands until there are none."""
-    with open_trainer(ParametersJob.from_json(lines.readline())) as trainer:
-        answer(trainer.description())
-        for line in lines:
-            answer(getattr(trainer, line.strip())())
-
-
 if __name__ == "__main__":
-    sys.exit(answer_parent(serve))
+    sys.exit(answer_parent(ParametersJob, open_trainer))
