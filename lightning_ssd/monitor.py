@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_ssd._both_packages import callback_of_both_packages
 from lightning_ssd._run_facts import machine_of, settings_of, versions
-from lightning_ssd.memory.readings import read_memory, reset_device_peak, reset_host_peak
+from lightning_ssd.memory.readings import read_memory
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.reports.charts import step_charts
 from lightning_ssd.reports.files import write_report
@@ -62,8 +62,6 @@ class OffloadMonitor(Callback):
             verdict does.
         verdict: print a headline, at most three lines and the next step at the end of ``fit``; the text is in
             :attr:`summary` in any case.
-        reset_peaks: let all peaks begin anew after each row, so that a row holds the peak since the row before. Off by
-            default, because PyTorch's and the system's peaks belong to every reader in the process.
         report_dir: a directory for ``report.html``, ``report.json``, and still pictures, written at the end of
             ``fit``, also of one that an error or Ctrl-C ends; made if it is missing. ``None``: none are. The page and
             the pictures need Matplotlib (``pip install '.[report]'`` in the checkout).
@@ -74,13 +72,11 @@ class OffloadMonitor(Callback):
         *,
         prog_bar: bool = True,
         verdict: bool = True,
-        reset_peaks: bool = False,
         report_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self.prog_bar = prog_bar
         self.report_dir = report_dir
         self.verdict = verdict
-        self.reset_peaks = reset_peaks
         self.summary: str | None = None
         """The verdict on the last ``fit`` that ended well."""
         self._window = MetricWindow()
@@ -223,12 +219,6 @@ class OffloadMonitor(Callback):
                 named = {key.replace("/", str(logger.group_separator)): value for key, value in row.items()}
                 # Not global_step, which is one ahead here and would shift the curves against those of self.log.
                 logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        if self.reset_peaks:
-            reset_host_peak()
-            reset_device_peak(trainer.strategy.root_device)
-            offloader = _offloader_of(trainer)
-            if offloader is not None:
-                offloader.reset_peaks()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.transfer_queue import Transfer
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError, control_group
 from recipes.benchmarks.io import Owner
+from recipes.benchmarks.step import environment
 
 NUM_DRIVES = 4
 SLOW_PART = 3
@@ -351,12 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(f"this machine cannot throttle loop devices: {error}; run as root on Linux with losetup")
     show(table)
     if options.json is not None:
-        run = {"date": date.today().isoformat(), "torch": torch.__version__, "rate_mb_per_s": options.rate}
-        run |= {
-            "rounds": options.rounds,
-            "mib_per_drive": options.mib,
-            "commit": _run("git", "rev-parse", "--short", "HEAD"),
-        }
+        sizes = {"rate_mb_per_s": options.rate, "rounds": options.rounds, "mib_per_drive": options.mib}
+        run = environment("drives", torch.get_num_threads()) | sizes
         options.json.write_text(json.dumps({"run": run, "median": table}, indent=1) + "\n", encoding="utf-8")
 
 

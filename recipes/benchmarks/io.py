@@ -15,7 +15,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -43,6 +42,7 @@ from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import StreamEvent
+from recipes.benchmarks.step import environment
 
 GIB = float(1 << 30)
 TENSOR_NBYTES = (48 << 20, 12 << 20)
@@ -282,23 +282,17 @@ def make_tensors(nbytes: int) -> list[torch.Tensor]:
     return tensors
 
 
-def environment(directory: Path, backend: Backend, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """What a reader needs to judge the numbers. No host name, no paths."""
-    facts = inspect_directory(directory)
-    threads = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+def facts_of(directory: Path, backend: Backend, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """What a reader needs to judge the numbers."""
+    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "file_system": facts.file_system,
+        **environment("io", torch.get_num_threads()),
+        "file_system": inspect_directory(directory).file_system,
         "backend": backend.name,
         "memory_alignment": backend.memory_alignment,
         "block_bytes": backend.block_bytes,
         "tensor_addresses_mod_4096": sorted({tensor.data_ptr() % 4096 for tensor in tensors}),
-        "huge_pages": threads.read_text().strip() if threads.exists() else "unknown",
+        "huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else "unknown",
     }
 
 
@@ -380,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "posix", directories=[args.dir], device=torch.device("cpu"), allow_unsuitable_paths=True
         )
         stack.callback(backend.close)
-        facts = environment(args.dir, backend, tensors)
+        facts = facts_of(args.dir, backend, tensors)
         print(why, *(f"{key}: {value}" for key, value in facts.items()), sep="\n", end="\n\n")
         fio = shutil.which("fio")
         other: Contender = FioContender(fio, args.dir, nbytes) if fio else PlainContender(backend, args.dir, nbytes)

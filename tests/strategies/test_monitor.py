@@ -318,15 +318,6 @@ def test_bytes_written_go_on_over_fits_and_checkpoints(tmp_path):
     assert written == sorted(written)
 
 
-def test_peaks_begin_anew_only_on_request(tmp_path):
-    trainer, _ = fit_monitored(tmp_path)
-    assert trainer.strategy.stats.saved_peak_bytes > 0
-    trainer, monitor = fit_monitored(tmp_path, OffloadMonitor(verdict=False, reset_peaks=True))
-    assert trainer.strategy.stats.saved_peak_bytes == 0, "the last batch ended with a row"
-    assert "saved activations" in monitor.summary
-    assert "saved activations 0.0" not in monitor.summary
-
-
 # -- pictures and the report ------------------------------------------------------------------------------------------
 
 
