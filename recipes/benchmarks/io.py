@@ -116,7 +116,7 @@ class TierContender:
     def __init__(
         self,
         backend: Backend,
-        directory: Path,
+        directories: Sequence[Path],
         tensors: Sequence[torch.Tensor],
         *,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
@@ -127,7 +127,7 @@ class TierContender:
         self._tier = SsdTier(
             backend,
             HostMover(backend, self._reload),
-            [directory],
+            list(directories),
             events=EventLog(),
             sampler=Sampler("off"),
             chunk_bytes=chunk_bytes,
@@ -177,21 +177,6 @@ class TierContender:
                 in_flight -= oldest.tensor.nbytes
                 del oldest_transfer
         return wrong
-
-
-def open_tiers(
-    stack: ExitStack,
-    backend: Backend,
-    directory: Path,
-    tensors: Sequence[torch.Tensor],
-    *,
-    shapes: Sequence[tuple[int, int]],
-) -> list[TierContender]:
-    """Open one for each number of workers and chunk size. ``stack`` closes them."""
-    made = [TierContender(backend, directory, tensors, chunk_bytes=size, num_workers=number) for number, size in shapes]
-    for contender in made:
-        stack.callback(contender.close)
-    return made
 
 
 class PlainContender:
@@ -379,7 +364,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fio = shutil.which("fio")
         other: Contender = FioContender(fio, args.dir, nbytes) if fio else PlainContender(backend, args.dir, nbytes)
         stack.callback(other.close)
-        ours = open_tiers(stack, backend, args.dir, tensors, shapes=shapes)
+        ours = [
+            TierContender(backend, [args.dir], tensors, chunk_bytes=size, num_workers=number) for number, size in shapes
+        ]
+        for contender in ours:
+            stack.callback(contender.close)
         samples = race([other, *ours], args.rounds)
         for contender in ours:
             contender.check()

@@ -348,7 +348,6 @@ CONTENDERS: dict[str, Callable[..., Contender]] = {
     "accelerate": Accelerate,
     "deepspeed": DeepSpeed,
     "deepspeed_states": partial(DeepSpeed, param=None),
-    "deepspeed_aio": partial(DeepSpeed, aio=_LARGE_AIO),
     "deepspeed_lean": partial(
         DeepSpeed,
         aio=_LARGE_AIO,
