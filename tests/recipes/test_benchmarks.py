@@ -40,7 +40,6 @@ def tiny(monkeypatch):
     monkeypatch.setattr(hooks, "CHAIN", 60)
     monkeypatch.setattr(hooks, "ONCE_STORAGES", 20)
     monkeypatch.setattr(hooks, "ONCE_PARAMETERS", 8)
-    monkeypatch.setattr(memory_over_step, "_EVERY_S", 0.0001)
     monkeypatch.setattr(io_beside_compute, "REQUEST_BYTES", 2 * MIB)
     monkeypatch.setattr(io_beside_compute, "FILE_BYTES", 8 * MIB)
 
