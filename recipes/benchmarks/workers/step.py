@@ -116,10 +116,9 @@ class Trainer:
 
     def rest(self) -> dict[str, Any]:
         """The resident size between steps: what is in use, without what malloc holds back."""
-        before = read_memory().host_bytes
         trim()
         memory = read_memory(self._job.shape.device)
-        return {"untrimmed_bytes": before, "host_bytes": memory.host_bytes, "device_bytes": memory.device_bytes}
+        return {"host_bytes": memory.host_bytes, "device_bytes": memory.device_bytes}
 
     def release(self) -> dict[str, Any]:
         """Let the next process have the device's memory."""
