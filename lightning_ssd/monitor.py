@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,8 +21,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_ssd._both_packages import callback_of_both_packages
-from lightning_ssd._run_facts import machine_of, settings_of, versions
-from lightning_ssd.memory.readings import read_memory
+from lightning_ssd.memory.malloc import malloc_name
+from lightning_ssd.memory.readings import capacity_bytes, read_memory
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.reports.charts import step_charts
 from lightning_ssd.reports.files import write_report
@@ -36,6 +37,7 @@ __all__ = ["OffloadMonitor"]
 
 _log = logging.getLogger(__name__)
 _TB = 10**12
+_LIBRARIES = ("lightning_ssd", "torch", "lightning")
 _WITHOUT_OFFLOADER = ("time/step_s", "memory/device_peak_gib", "memory/host_peak_gib")
 
 
@@ -290,9 +292,9 @@ class OffloadMonitor(Callback):
             num_processes=trainer.world_size,
             backend="" if offloader is None else offloader.description,
             unusable=None if offloader is None else offloader.unusable,
-            **settings_of(offloader),
-            versions=versions(),
-            machine=machine_of(offloader, trainer.strategy.root_device),
+            **_settings_of(offloader),
+            versions=_versions(),
+            machine=_machine_of(offloader, trainer.strategy.root_device),
             stats={} if offloader is None else asdict(offloader.stats),
             optimizers=() if offloader is None else tuple(asdict(one) for one in offloader.optimizer_stats),
             plan=None if plan is None else asdict(plan),
@@ -365,3 +367,40 @@ def _define_peaks(logger: Logger) -> None:
             key = metric.key.replace("/", str(logger.group_separator))
             name = f"{prefix}{getattr(logger, 'LOGGER_JOIN_CHAR', '-')}{key}" if prefix else key
             define(name, step_metric="trainer/global_step", step_sync=True, summary="max")
+
+
+def _settings_of(offloader: Offloader | None) -> dict[str, Any]:
+    """``policy`` and ``hardware`` as the user has set them; empty where nothing offloads."""
+    if offloader is None:
+        return {}
+    hardware = asdict(offloader.hardware)
+    return {"policy": asdict(offloader.policy), "hardware": {**hardware, "paths": [str(p) for p in hardware["paths"]]}}
+
+
+def _machine_of(offloader: Offloader | None, device: torch.device) -> dict[str, Any]:
+    """Return the facts about the machine that the run knows. Nothing is measured, and unknown facts are absent: drive
+    rates are those of the probe, where there was one, and of the run so far.
+    """
+    rates = None if offloader is None else offloader.drive_rates
+    found = {
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "num_cpus": os.cpu_count(),
+        "malloc": malloc_name(),
+        "memory_bytes": capacity_bytes(device),
+        "backend": None if offloader is None else offloader.description,
+        "write_bytes_per_s": None if rates is None else rates.write_bytes_per_s or None,
+        "read_bytes_per_s": None if rates is None else rates.read_bytes_per_s or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of this package and of the libraries below it that are installed."""
+    found = {}
+    for library in _LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:  # run from a checkout that was never installed
+            continue
+    return found
