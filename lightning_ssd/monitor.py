@@ -283,24 +283,30 @@ class OffloadMonitor(Callback):
 
     def _report(self, trainer: pl.Trainer) -> RunReport:
         offloader, num_steps = _offloader_of(trainer), self._run.num_steps
-        plan = None if offloader is None else offloader.plan_report
+        ours: dict[str, Any] = {}
+        if offloader is not None:
+            plan, hardware = offloader.plan_report, asdict(offloader.hardware)
+            ours = {
+                "backend": offloader.description,
+                "unusable": offloader.unusable,
+                "policy": asdict(offloader.policy),
+                "hardware": {**hardware, "paths": [str(path) for path in hardware["paths"]]},
+                "stats": asdict(offloader.stats),
+                "optimizers": tuple(asdict(one) for one in offloader.optimizer_stats),
+                "plan": None if plan is None else asdict(plan),
+            }
         return RunReport(
             title=type(trainer.lightning_module).__name__,
             created=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),  # for people: nothing is computed from it
             num_steps=num_steps,
             step_s=(self._run_s + self._step_s) / num_steps if num_steps else 0.0,
             num_processes=trainer.world_size,
-            backend="" if offloader is None else offloader.description,
-            unusable=None if offloader is None else offloader.unusable,
-            **_settings_of(offloader),
             versions=_versions(),
             machine=_machine_of(offloader, trainer.strategy.root_device),
-            stats={} if offloader is None else asdict(offloader.stats),
-            optimizers=() if offloader is None else tuple(asdict(one) for one in offloader.optimizer_stats),
-            plan=None if plan is None else asdict(plan),
             metrics=self._run.result(),
             rows=self._log_of_run.rows,
             records=self._log_of_run.records,
+            **ours,
         )
 
     @override
@@ -369,30 +375,22 @@ def _define_peaks(logger: Logger) -> None:
             define(name, step_metric="trainer/global_step", step_sync=True, summary="max")
 
 
-def _settings_of(offloader: Offloader | None) -> dict[str, Any]:
-    """``policy`` and ``hardware`` as the user has set them; empty where nothing offloads."""
-    if offloader is None:
-        return {}
-    hardware = asdict(offloader.hardware)
-    return {"policy": asdict(offloader.policy), "hardware": {**hardware, "paths": [str(p) for p in hardware["paths"]]}}
-
-
 def _machine_of(offloader: Offloader | None, device: torch.device) -> dict[str, Any]:
     """Return the facts about the machine that the run knows. Nothing is measured, and unknown facts are absent: drive
     rates are those of the probe, where there was one, and of the run so far.
     """
-    rates = None if offloader is None else offloader.drive_rates
     found = {
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "num_cpus": os.cpu_count(),
         "malloc": malloc_name(),
         "memory_bytes": capacity_bytes(device),
-        "backend": None if offloader is None else offloader.description,
-        "write_bytes_per_s": None if rates is None else rates.write_bytes_per_s or None,
-        "read_bytes_per_s": None if rates is None else rates.read_bytes_per_s or None,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    if offloader is not None:
+        found["backend"] = offloader.description
+        if (rates := offloader.drive_rates) is not None:
+            found |= {"write_bytes_per_s": rates.write_bytes_per_s, "read_bytes_per_s": rates.read_bytes_per_s}
+    return {name: value for name, value in found.items() if value}
 
 
 def _versions() -> dict[str, str]:
