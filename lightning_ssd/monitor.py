@@ -379,7 +379,7 @@ def _machine_of(offloader: Offloader | None, device: torch.device) -> dict[str, 
     """Return the facts about the machine that the run knows. Nothing is measured, and unknown facts are absent: drive
     rates are those of the probe, where there was one, and of the run so far.
     """
-    found = {
+    found: dict[str, Any] = {
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "num_cpus": os.cpu_count(),
