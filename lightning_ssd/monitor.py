@@ -304,8 +304,8 @@ class OffloadMonitor(Callback):
             versions=_versions(),
             machine=_machine_of(offloader, trainer.strategy.root_device),
             metrics=self._run.result(),
-            rows=self._log_of_run.rows,
-            records=self._log_of_run.records,
+            rows=tuple(self._log_of_run.rows),
+            records=tuple(self._log_of_run.records),
             **ours,
         )
 
