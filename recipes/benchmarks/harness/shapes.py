@@ -45,11 +45,6 @@ class Shape:
     autocast: bool = False
     device: str = "cpu"
 
-    @property
-    def num_tokens(self) -> int:
-        """Per step."""
-        return self.batch * self.sequence
-
     def model(self) -> nn.Module:
         """The same weights in every process."""
         settle_first_calls()
