@@ -56,7 +56,6 @@ PARTS = ("main", "odd")
 ODD_HIDDEN = (320, 960)
 ODD_LAYERS_TIMES_HIDDEN = 1280
 ODD_STEPS = 5
-ODD_MODES = (BASELINE, "ssd", "cache=50%")
 USABLE_SHARE = 0.85
 """Of the memory and the disk that are free."""
 
@@ -239,7 +238,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n", flush=True)
         parts: dict[str, tuple[Sizes, Sequence[str], argparse.Namespace]] = {"main": (sizes, args.modes, args)}
         brief = argparse.Namespace(**vars(args) | {"steps": ODD_STEPS - 1, "warmup": 1})
-        parts |= {f"odd {hidden}": (odd_sizes(sizes, hidden), ODD_MODES, brief) for hidden in ODD_HIDDEN}
+        parts |= {f"odd {hidden}": (odd_sizes(sizes, hidden), MODES, brief) for hidden in ODD_HIDDEN}
         for part, (chosen, modes, settings) in parts.items():
             if args.part not in ("all", part.split()[0]):
                 continue

@@ -37,17 +37,18 @@ class Row:
 
 def read_result(kind: str, path: Path) -> str:
     """The numbers of a result file in one line."""
-    readers: Mapping[str, Callable[[Path], str]] = {
-        "tests": lambda path: _of_tests(ElementTree.parse(path).getroot()),
-        "facts": lambda path: _of_facts(json.loads(path.read_text())),
-        "steps": lambda path: _of_steps(json.loads(path.read_text())),
-        "drive": lambda path: _of_drive(json.loads(path.read_text())),
-        "optimizer": lambda path: _of_optimizer(json.loads(path.read_text())),
-        "hooks": lambda path: _of_hooks(json.loads(path.read_text())),
-        "compiled": lambda path: _of_compiled(json.loads(path.read_text())),
-        "weights": lambda path: _of_weights(json.loads(path.read_text())),
+    if kind == "tests":
+        return _of_tests(ElementTree.parse(path).getroot())
+    readers: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+        "facts": _of_facts,
+        "steps": _of_steps,
+        "drive": _of_drive,
+        "optimizer": _of_optimizer,
+        "hooks": _of_hooks,
+        "compiled": _of_compiled,
+        "weights": _of_weights,
     }
-    return readers[kind](path)
+    return readers[kind](json.loads(path.read_text()))
 
 
 def _of_tests(root: ElementTree.Element) -> str:
