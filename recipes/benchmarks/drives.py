@@ -94,7 +94,8 @@ def take_away(directory: Path) -> None:
 @contextmanager
 def opened(directories: Sequence[Path], tensors: Sequence[torch.Tensor]) -> Iterator[TierContender]:
     """Open a tier for these tensors, as a training on a CPU uses it."""
-    with closing(_backend(directories)) as backend, closing(TierContender(backend, directories, tensors)) as tier:
+    backend, _ = open_backend("posix", directories=directories, device=torch.device("cpu"), allow_unsuitable_paths=True)
+    with closing(backend), closing(TierContender(backend, directories, tensors)) as tier:
         yield tier
 
 
@@ -197,10 +198,6 @@ def changes(
             print(name, {key: round(value, 2) for key, value in found[name].items()}, flush=True)
         limit(drives[1][1], rate)
     return found
-
-
-def _backend(directories: Sequence[Path]) -> Any:
-    return open_backend("posix", directories=directories, device=torch.device("cpu"), allow_unsuitable_paths=True)[0]
 
 
 def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str, Any]:
