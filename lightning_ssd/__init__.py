@@ -24,7 +24,16 @@ __all__ = [
 
 _SCRIPT = "lightning_ssd_command"
 
-if typing.TYPE_CHECKING or _SCRIPT not in sys.modules:
+
+def _is_command() -> bool:
+    """Tell whether the program is our command line, which makes no Trainer: the script, or ``-m`` with our name.
+
+    While Python looks for the module of ``-m``, it imports the package, and "-m" stands for the path of the program.
+    """
+    return _SCRIPT in sys.modules or (sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__)
+
+
+if typing.TYPE_CHECKING or not _is_command():
     from lightning_ssd.callback import OffloadCallback
     from lightning_ssd.config import HardwareProfile, OffloadPolicy
     from lightning_ssd.huggingface import OffloadTrainerMixin
@@ -46,5 +55,5 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import reload
 
-        del sys.modules[_SCRIPT]
+        sys.modules.pop(_SCRIPT, None)
         return getattr(reload(sys.modules[__name__]), name)

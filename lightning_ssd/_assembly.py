@@ -116,12 +116,13 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
     wear.watch(ACTIVATIONS, ssd.written_bytes)
     scheduler = None
     if policy.activations == "auto":
+        kind, names = "directory" if len(directories) == 1 else "directories", map(escape_control, environment.paths)
         meter = BandwidthMeter(
             ssd,
             partial(measure_rates, backend, directories, ssd.mover, device=environment.device),
             host=host,
             probe_host=partial(measure_copies, environment.device),
-            place=_place(environment.paths),
+            place=f"the {kind} {', '.join(names)}",
             expected=environment.expected_rates,
             cost_s_per_byte=0.0 if cpu is None else cpu.mapping_s_per_moved_byte,
         )
@@ -271,25 +272,20 @@ def _needs(policy: OffloadPolicy, environment: Environment) -> Needs:
 
 def _refuse_parameters(policy: OffloadPolicy, environment: Environment) -> None:
     if _is_device(environment):
-        _refuse_on_device(policy, environment)
-        return
-    if policy.gradients != "keep" and environment.is_replicated:
+        if environment.agree is not None:
+            name = "parameters" if policy.parameters != "keep" else "gradients"
+            raise ConfigError(
+                f"OffloadPolicy.{name}={getattr(policy, name)!r} got several processes on {str(environment.device)!r}, "
+                "and only one process can offload weights and gradients of a device so far. Train with one device, or "
+                f"write {name}='keep'"
+            )
+        _refuse_other_devices(environment.device)
+    elif policy.gradients != "keep" and environment.is_replicated:
         raise ConfigError(
             f"OffloadPolicy.gradients={policy.gradients!r} got several processes, which keep all gradients in the "
             "buckets of DistributedDataParallel. Train shards with SSDOffloadFSDPStrategy(policy=...) or "
             "Offloader(is_sharded=True), train with one process, or write gradients='keep'"
         )
-
-
-def _refuse_on_device(policy: OffloadPolicy, environment: Environment) -> None:
-    if environment.agree is not None:
-        name = "parameters" if policy.parameters != "keep" else "gradients"
-        raise ConfigError(
-            f"OffloadPolicy.{name}={getattr(policy, name)!r} got several processes on {str(environment.device)!r}, and "
-            "only one process can offload weights and gradients of a device so far. Train with one device, or write "
-            f"{name}='keep'"
-        )
-    _refuse_other_devices(environment.device)
 
 
 def _refuse_other_devices(device: torch.device) -> None:
@@ -357,10 +353,6 @@ def _open_directories(stack: ExitStack, environment: Environment) -> tuple[Backe
         )
         stack.callback(backend.close)
     return (backend if environment.wrap_backend is None else environment.wrap_backend(backend)), directories, why
-
-
-def _place(paths: Sequence[Path]) -> str:
-    return f"{'the directory' if len(paths) == 1 else 'the directories'} {', '.join(map(escape_control, paths))}"
 
 
 def _constraints(policy: OffloadPolicy, wear_bytes_per_day: int | None) -> MemoryConstraints:

@@ -78,6 +78,10 @@ def _check_optional_size(owner: str, name: str, value: Size | None, *, zero_mean
         raise ConfigError(f"{owner}.{name}={value!r} {zero_means}. Write None or a size above 0")
 
 
+def _optional_size(value: Size | None) -> int | None:
+    return None if value is None else parse_size(value)
+
+
 def _as_tuple(name: str, value: object, valid: str) -> tuple[object, ...]:
     """Return one name or path, or several of them, as a tuple."""
     if isinstance(value, str | os.PathLike):
@@ -261,11 +265,7 @@ class OffloadPolicy:
     @property
     def budget_nbytes(self) -> tuple[int | None, int | None]:
         """``memory_budget`` and ``activation_budget`` as integers."""
-        memory, activations = self.memory_budget, self.activation_budget
-        return (
-            None if memory is None else parse_size(memory),
-            None if activations is None else parse_size(activations),
-        )
+        return _optional_size(self.memory_budget), _optional_size(self.activation_budget)
 
     def wear_bytes_per_day(self, drive_nbytes: int) -> int | None:
         """Return ``wear_budget`` in bytes per day, for drives of ``drive_nbytes`` bytes together."""
@@ -345,10 +345,9 @@ class HardwareProfile:
     @property
     def rates(self) -> tuple[int | None, int | None]:
         """``write_rate`` and ``read_rate`` as integers."""
-        write, read = self.write_rate, self.read_rate
-        return None if write is None else parse_size(write), None if read is None else parse_size(read)
+        return _optional_size(self.write_rate), _optional_size(self.read_rate)
 
     @property
     def drive_endurance_nbytes(self) -> int | None:
         """``drive_endurance`` as an integer."""
-        return None if self.drive_endurance is None else parse_size(self.drive_endurance)
+        return _optional_size(self.drive_endurance)

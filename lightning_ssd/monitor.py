@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,8 +21,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_ssd._both_packages import callback_of_both_packages
-from lightning_ssd._run_facts import machine_of, settings_of, versions
-from lightning_ssd.memory.readings import read_memory, reset_device_peak, reset_host_peak
+from lightning_ssd.memory.malloc import malloc_name
+from lightning_ssd.memory.readings import capacity_bytes, read_memory
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.reports.charts import step_charts
 from lightning_ssd.reports.files import write_report
@@ -30,12 +31,13 @@ from lightning_ssd.reports.run_log import RunLog
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.reports.verdict import judge
 from lightning_ssd.telemetry.metrics import METRICS, MetricWindow, compute, merge_ranks
-from lightning_ssd.telemetry.stats import OffloadStats
+from lightning_ssd.telemetry.stats import OffloadStats, saved_pct
 
 __all__ = ["OffloadMonitor"]
 
 _log = logging.getLogger(__name__)
 _TB = 10**12
+_LIBRARIES = ("lightning_ssd", "torch", "lightning")
 _WITHOUT_OFFLOADER = ("time/step_s", "memory/device_peak_gib", "memory/host_peak_gib")
 
 
@@ -58,12 +60,10 @@ class OffloadMonitor(Callback):
     recorded.
 
     Args:
-        prog_bar: show on the progress bar the peak of saved activations in memory (``act``, GiB), what a step writes to
-            drives (``ssd``, GiB) and the share of stalls (``wait%``).
+        prog_bar: show on the progress bar by how many per cent saved activations take less memory (``saved%``), as the
+            verdict does.
         verdict: print a headline, at most three lines and the next step at the end of ``fit``; the text is in
             :attr:`summary` in any case.
-        reset_peaks: let all peaks begin anew after each row, so that a row holds the peak since the row before. Off by
-            default, because PyTorch's and the system's peaks belong to every reader in the process.
         report_dir: a directory for ``report.html``, ``report.json``, and still pictures, written at the end of
             ``fit``, also of one that an error or Ctrl-C ends; made if it is missing. ``None``: none are. The page and
             the pictures need Matplotlib (``pip install '.[report]'`` in the checkout).
@@ -74,13 +74,11 @@ class OffloadMonitor(Callback):
         *,
         prog_bar: bool = True,
         verdict: bool = True,
-        reset_peaks: bool = False,
         report_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self.prog_bar = prog_bar
         self.report_dir = report_dir
         self.verdict = verdict
-        self.reset_peaks = reset_peaks
         self.summary: str | None = None
         """The verdict on the last ``fit`` that ended well."""
         self._window = MetricWindow()
@@ -153,8 +151,9 @@ class OffloadMonitor(Callback):
         self._end_record(trainer)
         self._window.add(sample)
         self._run.add(sample)
-        if self.prog_bar and trainer.progress_bar_callback is not None:
-            self._show(pl_module, sample)
+        offloader = _offloader_of(trainer)
+        if self.prog_bar and trainer.progress_bar_callback is not None and offloader is not None:
+            self._show(pl_module, offloader.stats)
         self._last_step_s, self._run_s, self._step_s = self._step_s, self._run_s + self._step_s, 0.0
         if _is_due(trainer):
             self._log(trainer)
@@ -205,16 +204,12 @@ class OffloadMonitor(Callback):
             step = trainer.fit_loop.epoch_loop._batches_that_stepped
             self._try("log pictures", partial(publish_charts, charts, experiment, step))
 
-    def _show(self, pl_module: pl.LightningModule, sample: dict[str, float]) -> None:
-        if "io/stall_s" not in sample:
+    def _show(self, pl_module: pl.LightningModule, stats: OffloadStats) -> None:
+        """Show one number: a terminal of 80 columns has room for no more beside the loss."""
+        percent = saved_pct(stats.settled_peak_bytes, stats.saved_peak_bytes)
+        if percent is None or not stats.settled_peak_bytes:  # no backward has ended
             return
-        bar = {
-            "act": sample["memory/activations_resident_peak_gib"],
-            "ssd": sample["io/write_gib"],
-            "wait%": 100 * sample["io/stall_s"] / self._step_s if self._step_s > 0 else 0.0,
-        }
-        rounded = {key: float(f"{value:.3g}") for key, value in bar.items()}
-        pl_module.log_dict(rounded, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
+        pl_module.log("saved%", percent, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
 
     def _log(self, trainer: pl.Trainer) -> None:
         row, self._window = self._window.result(), MetricWindow()
@@ -226,12 +221,6 @@ class OffloadMonitor(Callback):
                 named = {key.replace("/", str(logger.group_separator)): value for key, value in row.items()}
                 # Not global_step, which is one ahead here and would shift the curves against those of self.log.
                 logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        if self.reset_peaks:
-            reset_host_peak()
-            reset_device_peak(trainer.strategy.root_device)
-            offloader = _offloader_of(trainer)
-            if offloader is not None:
-                offloader.reset_peaks()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -294,24 +283,30 @@ class OffloadMonitor(Callback):
 
     def _report(self, trainer: pl.Trainer) -> RunReport:
         offloader, num_steps = _offloader_of(trainer), self._run.num_steps
-        plan = None if offloader is None else offloader.plan_report
+        ours: dict[str, Any] = {}
+        if offloader is not None:
+            plan, hardware = offloader.plan_report, asdict(offloader.hardware)
+            ours = {
+                "backend": offloader.description,
+                "unusable": offloader.unusable,
+                "policy": asdict(offloader.policy),
+                "hardware": {**hardware, "paths": [str(path) for path in hardware["paths"]]},
+                "stats": asdict(offloader.stats),
+                "optimizers": tuple(asdict(one) for one in offloader.optimizer_stats),
+                "plan": None if plan is None else asdict(plan),
+            }
         return RunReport(
             title=type(trainer.lightning_module).__name__,
             created=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),  # for people: nothing is computed from it
             num_steps=num_steps,
             step_s=(self._run_s + self._step_s) / num_steps if num_steps else 0.0,
             num_processes=trainer.world_size,
-            backend="" if offloader is None else offloader.description,
-            unusable=None if offloader is None else offloader.unusable,
-            **settings_of(offloader),
-            versions=versions(),
-            machine=machine_of(offloader, trainer.strategy.root_device),
-            stats={} if offloader is None else asdict(offloader.stats),
-            optimizers=() if offloader is None else tuple(asdict(one) for one in offloader.optimizer_stats),
-            plan=None if plan is None else asdict(plan),
+            versions=_versions(),
+            machine=_machine_of(offloader, trainer.strategy.root_device),
             metrics=self._run.result(),
-            rows=self._log_of_run.rows,
-            records=self._log_of_run.records,
+            rows=tuple(self._log_of_run.rows),
+            records=tuple(self._log_of_run.records),
+            **ours,
         )
 
     @override
@@ -378,3 +373,32 @@ def _define_peaks(logger: Logger) -> None:
             key = metric.key.replace("/", str(logger.group_separator))
             name = f"{prefix}{getattr(logger, 'LOGGER_JOIN_CHAR', '-')}{key}" if prefix else key
             define(name, step_metric="trainer/global_step", step_sync=True, summary="max")
+
+
+def _machine_of(offloader: Offloader | None, device: torch.device) -> dict[str, Any]:
+    """Return the facts about the machine that the run knows. Nothing is measured, and unknown facts are absent: drive
+    rates are those of the probe, where there was one, and of the run so far.
+    """
+    found: dict[str, Any] = {
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "num_cpus": os.cpu_count(),
+        "malloc": malloc_name(),
+        "memory_bytes": capacity_bytes(device),
+    }
+    if offloader is not None:
+        found["backend"] = offloader.description
+        if (rates := offloader.drive_rates) is not None:
+            found |= {"write_bytes_per_s": rates.write_bytes_per_s, "read_bytes_per_s": rates.read_bytes_per_s}
+    return {name: value for name, value in found.items() if value}
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of this package and of the libraries below it that are installed."""
+    found = {}
+    for library in _LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:  # run from a checkout that was never installed
+            continue
+    return found

@@ -22,7 +22,6 @@ from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
 from omegaconf import DictConfig
-from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadStats, SSDOffloadFabricStrategy
 from lightning_ssd._environment import PATHS_VARIABLE
@@ -69,19 +68,6 @@ def train(config: DictConfig, *, model: str = "", offload: str = "") -> RunSumma
         if offloader is not None and meter.is_warm:
             offloader.reset_peaks()
             before = offloader.stats
-    return _end(fabric, meter, model=model, offload=offload, losses=losses, network=raw, before=before)
-
-
-def _end(
-    fabric: Fabric,
-    meter: StepMeter,
-    *,
-    model: str,
-    offload: str,
-    losses: list[float],
-    network: nn.Module,
-    before: OffloadStats,
-) -> RunSummary:
     fabric.logger.finalize("success")
     offloader = _offloader(fabric)
     summary = RunSummary.of(
@@ -89,7 +75,7 @@ def _end(
         model=model,
         offload=offload,
         losses=losses,
-        weights_digest=weights_digest(network),
+        weights_digest=weights_digest(raw),
         stats=None if offloader is None else offloader.stats,
         stats_before=before,
         backend="" if offloader is None else offloader.description,

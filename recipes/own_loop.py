@@ -44,7 +44,7 @@ def run_command(
     try:
         config, choices = SCHEMA.compose(overrides)
         SCHEMA.check_config(config)
-        if config.trainer.max_steps < 1:
+        if not isinstance(config.trainer.max_steps, int) or config.trainer.max_steps < 1:
             raise ConfigMistake(
                 f"trainer.max_steps={config.trainer.max_steps}: expected a whole number of at least 1, since this loop "
                 "counts steps alone"

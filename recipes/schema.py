@@ -27,8 +27,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from recipes.mistakes import ConfigMistake
-from recipes.values import is_interpolation, mistake_in
+from recipes.mistakes import OWNERS, ConfigMistake, say_as_keys
 
 __all__ = ["SCHEMA", "ConfigMistake", "Schema"]
 
@@ -40,6 +39,12 @@ _FREE_NAMES = ("callbacks", "logger")
 _NEEDED = ("seed", "output_dir", "model", "data", "trainer", "hardware", *_FREE_NAMES)
 # The only group whose default is none of its options.
 _OPTIONAL_GROUPS = ("experiment",)
+# Without these, a setting alone would be refused because it has no effect.
+_COMPANIONS: dict[str, dict[str, Any]] = {
+    "master_weights": {"optimizer_states": "offload"},
+    "per_parameter_optimizers": {"optimizer_states": "offload"},
+    "gradients": {"optimizer_states": "offload", "parameters": "offload"},
+}
 
 Tree = Mapping[str, Any]
 KeyPath = tuple[str, ...]
@@ -67,7 +72,7 @@ class Schema:
         return sorted({*map(str, primary), *self.groups} - {"defaults", "hydra"})
 
     def check_config(self, config: DictConfig) -> None:
-        """Check every key and every value of a composed configuration, wherever it was written.
+        """Check a composed configuration, wherever it was written.
 
         Raises:
             ConfigMistake: for the first wrong one.
@@ -85,7 +90,9 @@ class Schema:
                     raise ConfigMistake(
                         f"{name}.{key}={entry!r} names nothing to build; give it a _target_ and arguments"
                     )
-        _check_values(tree, _resolved(config))
+        for path, node in _nodes(_resolved(config), ()):
+            for key, value in node.items():
+                _check_value(".".join((*path, str(key))), value)
 
     def _check_needed(self, tree: Tree) -> None:
         for key in _NEEDED:
@@ -244,25 +251,24 @@ def _elsewhere(tree: Tree, path: KeyPath) -> str:
     return f" Did you mean {'.'.join(found[0])}?" if found else ""
 
 
-def _check_values(tree: Tree, resolved: Tree) -> None:
-    """What an interpolation gives is checked where it stands as well, since other rules may hold there."""
-    derived = []
-    for path, node in _nodes(resolved, ()):
-        written = _descend(tree, path)
-        for key, value in node.items():
-            place = ".".join((*path, str(key)))
-            if isinstance(written, Mapping) and is_interpolation(written.get(key)):
-                derived.append((place, value))
-            else:
-                _check_value(place, value)
-    for place, value in derived:
-        _check_value(place, value)
-
-
 def _check_value(key: str, value: Any) -> None:
-    mistake = mistake_in(key, value)
-    if mistake is not None:
-        raise ConfigMistake(mistake)
+    """Have lightning_ssd check its own settings. All other values are checked by what takes them."""
+    group, _, name = key.partition(".")
+    if group not in OWNERS or _is_interpolation(value):
+        return
+    import lightning_ssd  # takes seconds, which other mistakes need not wait for
+
+    owner = getattr(lightning_ssd, OWNERS[group])
+    try:
+        if name in owner.__dataclass_fields__:
+            owner(**{**_COMPANIONS.get(name, {}), name: value})
+    except ValueError as error:
+        raise ConfigMistake(say_as_keys(str(error))) from None
+
+
+def _is_interpolation(value: Any) -> bool:
+    """Whether a value is that of another key, and checked where it is written."""
+    return isinstance(value, str) and value.startswith("${")
 
 
 def _resolved(config: DictConfig) -> Tree:
@@ -278,8 +284,7 @@ def _resolved(config: DictConfig) -> Tree:
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    # An interpolation is somebody else's value; it is checked where it is written.
-    if value not in choices and not is_interpolation(value):
+    if value not in choices and not _is_interpolation(value):
         raise ConfigMistake(
             f"{name}={value}: there is no such choice.{_hint(str(value), choices, f'{name}=')}\n"
             f"Allowed for {name}: {_listed(choices)}"

@@ -58,7 +58,7 @@ _IMPORTED_FOR_FORKS = (
 )
 _IMPORTED_WITH_TRANSFORMERS = (
     *(
-        "recipes.benchmarks.workers.deepspeed",
+        "recipes.benchmarks.workers.rivals",
         "recipes.own_loop",
         "recipes.runner",
         "transformers.models.gpt2.modeling_gpt2",
@@ -207,20 +207,12 @@ def forks(tmp_path_factory):
 
 @pytest.fixture
 def forked_workers(forks, monkeypatch):
-    """Workers of benchmarks are forks, but for those that have to begin in a control group.
-
-    Gives the statements that each of them begins with, none at first.
-    """
+    """Workers of benchmarks are forks, but for those that have to begin in a control group."""
     from recipes.benchmarks.harness import process as bench_child
 
-    begin, statements = bench_child._command, []
+    begin = bench_child._command
 
     def command(module, procs):
-        if procs is not None:
-            return begin(module, procs)
-        if not statements:
-            return [*forks, "-m", module]
-        return [*forks, "-c", "\n".join([*statements, f"from {module} import main", "raise SystemExit(main())"])]
+        return begin(module, procs) if procs is not None else [*forks, "-m", module]
 
     monkeypatch.setattr(bench_child, "_command", command)
-    return statements

@@ -53,10 +53,9 @@ IMPORTS: dict[str, set[str]] = {
         *("errors", "common", "planning", "config", "memory", "telemetry", "storage", "wear", "tiers", "scheduling"),
         *("recompute", "activations", "optimizer", "_environment", "_assembly"),
     },
-    "_run_facts": {"memory", "offloader"},
     "_both_packages": {"common"},
     "reports": {"errors", "common", "config", "telemetry"},
-    "monitor": {"memory", "telemetry", "offloader", "_run_facts", "_both_packages", "reports"},
+    "monitor": {"memory", "telemetry", "offloader", "_both_packages", "reports"},
     "strategies": {
         *("errors", "common", "config", "telemetry", "activations", "optimizer", "optimizer.checkpoint"),
         *("offloader", "_both_packages", "monitor"),

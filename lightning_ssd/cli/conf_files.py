@@ -66,26 +66,14 @@ def load_hardware(name: str) -> Described:
         raise CommandError("a hardware profile with hardware: and machine: alone", got, "see conf/hardware") from error
 
 
-def model_builder(
-    name: str, sequence: int, *, make_batch: Callable[[int, int], Any] | None = None
-) -> Callable[[], nn.Module]:
+def model_builder(name: str, sequence: int) -> Callable[[], nn.Module]:
     """Return a function that builds a model.
 
     Args:
         name: an option of ``conf/model``, ``package.module:name`` to call without arguments, or the path of a
             ``config.json`` of Hugging Face.
         sequence: length of a window of tokens, which some options are built for.
-        make_batch: replaces the model's own ``example_batch``.
     """
-    if make_batch is not None:
-        build_alone = model_builder(name, sequence)
-
-        def build_with_batch() -> nn.Module:
-            model: Any = build_alone()
-            model.example_batch = make_batch
-            return model  # type: ignore[no-any-return]
-
-        return build_with_batch
     if name.endswith(".json"):
         return _of_hugging_face(Path(name))
     if ":" in name:

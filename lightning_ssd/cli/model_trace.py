@@ -62,12 +62,14 @@ def trace_model(
     min_tensor_nbytes: int,
     fused_attention: bool,
     operations_per_byte: float = 0.0,
+    make_batch: Callable[[int, int], Any] | None = None,
 ) -> ModelTrace:
     """Run forward and backward without bytes.
 
     Args:
         fused_attention: attention with dropout saves no more than without, as on CUDA; PyTorch's for CPUs is not fused.
         operations_per_byte: that a device does in the time in which it reads or writes a byte of its memory.
+        make_batch: makes the only batch to try; ``None``: those of :func:`example_batches`.
 
     Raises:
         CommandError: the model cannot be run so.
@@ -80,7 +82,8 @@ def trace_model(
             if is_converted := precision.endswith("-true") and precision != "32-true":
                 _in_dtype(model, _dtype(precision))
             errors: list[Exception] = []
-            for inputs in example_batches(model, batch, sequence):
+            made = example_batches(model, batch, sequence) if make_batch is None else [make_batch(batch, sequence)]
+            for inputs in made:
                 if is_converted:
                     inputs = tree_map_only(torch.Tensor, lambda t: _cast(t, _dtype(precision)), inputs)
                 run = _Pass(model, _FlopClock(flops_per_s, operations_per_byte), min_tensor_nbytes)

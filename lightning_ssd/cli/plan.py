@@ -122,7 +122,8 @@ def plan(
     fastest policy that fits, to paste.
     """
     with reported_errors(), StatusLine(f"Predicting {model}", delay_s=0):
-        build = partial(model_builder, model, make_batch=None if data is None else batch_maker(data))
+        make_batch = None if data is None else batch_maker(data)
+        build = partial(model_builder, model)
         build(sequence)  # a mistyped name is told before anything is measured
         described = load_hardware(hardware) if hardware else _this_machine()
         given: dict[str, Any] = {} if devices is None else {"num_devices": devices}
@@ -130,7 +131,7 @@ def plan(
             if rate is not None:
                 given[f"drive_{name}_gb_per_s"] = parse_size(rate, name=f"--{name}-rate") / _GB
         machine = replace(described.machine, **given)
-        task = _make_task(build, batch, sequence, replace(described, machine=machine))
+        task = _make_task(build, make_batch, batch, sequence, replace(described, machine=machine))
         keep_bytes = task.model.trace.saved_peak_bytes
         limit = None if budget is None else _budget_bytes(budget, keep_bytes)
         problems: list[str] = []
@@ -210,7 +211,11 @@ def _moved(trace: Trace, tiers: Machine) -> Prediction:
 
 
 def _make_task(
-    build: Callable[[int], Callable[[], nn.Module]], batch: int, sequence: int, described: Described
+    build: Callable[[int], Callable[[], nn.Module]],
+    make_batch: Callable[[int, int], Any] | None,
+    batch: int,
+    sequence: int,
+    described: Described,
 ) -> _Task:
     """Trace the model for a machine, which need not be here."""
     machine, name = described.machine, escape_control(described.name)
@@ -233,6 +238,7 @@ def _make_task(
             min_tensor_nbytes=OffloadPolicy().min_tensor_nbytes,
             fused_attention=is_accelerator,
             operations_per_byte=_OPERATIONS_PER_BYTE if is_accelerator else _OPERATIONS_PER_BYTE_OF_A_CPU,
+            make_batch=make_batch,
         )
 
     flops_per_s = machine.flops_per_s

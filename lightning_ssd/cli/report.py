@@ -33,8 +33,10 @@ def report(
             raise CommandError(f"to write to {folder}", str(error), "name a directory with room in --out") from None
         shown = console()
         shown.print(escape(found.summary))
-        shown.print("\n[bold]What to change[/bold]")
-        for sentence in advise(found):
+        more = [sentence for sentence in advise(found) if sentence not in found.summary]
+        if more:
+            shown.print("\n[bold]What to change[/bold]")
+        for sentence in more:
             shown.print(f"- {escape(sentence)}")
         shown.print()
         for file in written:

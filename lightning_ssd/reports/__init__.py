@@ -1,1 +1,1 @@
-"""Pictures, a page, a trace and advice on a run, for people. Nothing here trains."""
+"""Pictures, a page and advice on a run, for people. Nothing here trains."""

@@ -13,7 +13,6 @@ from lightning_ssd.reports.charts import Chart, over_run, overhead_over_run, ste
 from lightning_ssd.reports.drawing import draw_svg
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.metrics import NUM_DRIVES
-from lightning_ssd.telemetry.step_record import StepRecord
 
 __all__ = ["render_page", "report_charts"]
 
@@ -114,15 +113,9 @@ def _fit(report: RunReport) -> str:
 
 
 def _cost(report: RunReport) -> str:
-    plan = report.plan or {}
-    told = ""
-    if plan.get("measured_overhead") is not None:
-        told = f"<p>Moving took {100 * plan['measured_overhead']:.1f} % of the time of a pass without it.</p>"
-    record = report.records[-1] if report.records else None
-    return told if record is None else told + _phases(record)
-
-
-def _phases(record: StepRecord) -> str:
+    if not report.records:
+        return ""
+    record = report.records[-1]
     rows = [
         (phase, f"{record.phase_s(phase):.3f} s", f"{record.waited_s(phase):.3f} s")
         for phase in ("data", "forward", "backward", "update")

@@ -21,8 +21,10 @@ class RunLog:
     """
 
     def __init__(self) -> None:
-        self._rows: list[dict[str, float]] = []
-        self._records: list[StepRecord] = []
+        self.rows: list[dict[str, float]] = []
+        """With their ``step``, oldest first."""
+        self.records: list[StepRecord] = []
+        """Oldest first."""
         self._every = 1
         self._num_rows = 0
 
@@ -34,22 +36,12 @@ class RunLog:
     def add_row(self, step: int, row: Mapping[str, float]) -> None:
         """Keep a row; of long runs every second, fourth, eighth one."""
         if self._num_rows % self._every == 0:
-            self._rows.append({"step": float(step), **row})
+            self.rows.append({"step": float(step), **row})
         self._num_rows += 1
-        if len(self._rows) > _MAX_ROWS:
-            self._rows = self._rows[::2]
+        if len(self.rows) > _MAX_ROWS:
+            self.rows = self.rows[::2]
             self._every *= 2
 
     def add_record(self, record: StepRecord) -> None:
         """Keep a recorded step; the oldest goes."""
-        self._records = [*self._records, record][-_MAX_RECORDS:]
-
-    @property
-    def rows(self) -> tuple[dict[str, float], ...]:
-        """Rows with their ``step``, oldest first."""
-        return tuple(self._rows)
-
-    @property
-    def records(self) -> tuple[StepRecord, ...]:
-        """Recorded steps, oldest first."""
-        return tuple(self._records)
+        self.records = [*self.records, record][-_MAX_RECORDS:]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.telemetry.stats import saved_pct
 from lightning_ssd.telemetry.step_record import StepRecord
 
 __all__ = ["JSON_NAME", "RunReport", "load_report"]
@@ -81,8 +82,7 @@ class RunReport:
     @property
     def saved_pct(self) -> int | None:
         """Per cent by which :attr:`settled_bytes` are less than keeping all; ``None``: there were none."""
-        saved = self.held("saved")
-        return round(100 * (1 - self.settled_bytes / saved)) if saved else None
+        return saved_pct(self.settled_bytes, self.held("saved"))
 
     @property
     def lacks_whole_pages(self) -> bool:

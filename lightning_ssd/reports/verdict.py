@@ -49,8 +49,8 @@ def _headline(report: RunReport) -> str:
         return f"saved activations {format_sizes(saved)[0]}, all kept as asked" if saved else "activations are kept"
     if recomputed and (policy["activations"] == "recompute" or not report.stat("bytes_saved")):
         return f"blocks recomputed: saved activations {describe_held(saved, saved + recomputed)}"
+    others = report.optimizers or report.stat("weights_bytes")
     if not report.stat("bytes_saved"):
-        others = report.optimizers or report.stat("weights_bytes")
         return (
             f"no saved activation was {'moved' if others else 'offloaded'}: none has "
             f"min_tensor_bytes={policy['min_tensor_bytes']!r} or more, {int(report.stat('num_kept_small'))} are smaller"
@@ -58,10 +58,8 @@ def _headline(report: RunReport) -> str:
     if policy["activations"] == "recompute":
         return f"no block was recomputed: saved activations {format_sizes(saved)[0]}"
     if not report.saved_pct:
-        return (
-            f"nothing saved: at the peak all {format_sizes(saved)[0]} of saved activations are in memory, because "
-            f"{_why_nothing_is_saved(report)}"
-        )
+        all_stay = f"at the peak all {format_sizes(saved)[0]} of saved activations are in memory"
+        return f"{'' if others else 'nothing saved: '}{all_stay}, because {_why_nothing_is_saved(report)}"
     return f"saved activations {describe_held(report.settled_bytes, report.held('saved'))}{_cost(report)}"
 
 

@@ -17,7 +17,7 @@ from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import BudgetError, ConfigError
 from lightning_ssd.offloader import Offloader
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
-from lightning_ssd.strategies._lightning_compat import as_out_of_memory, is_trying_a_size
+from lightning_ssd.strategies._lightning_compat import as_out_of_memory, is_named, is_trying_a_size
 
 __all__ = [
     "FitSession",
@@ -78,8 +78,7 @@ def offloaded(optimizer: Any, offloader: Offloader) -> Any:
 
     A module may return a wrapper of Lightning, of either package. It is kept, because its ``step`` calls the strategy.
     """
-    is_wrapper = any(base.__name__ == "LightningOptimizer" for base in type(optimizer).__mro__)
-    inner = optimizer.optimizer if is_wrapper else optimizer
+    inner = optimizer.optimizer if is_named(optimizer, "LightningOptimizer") else optimizer
     found = offloader.offload_optimizer(inner)
     return optimizer if found is inner else found
 

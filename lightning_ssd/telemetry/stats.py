@@ -9,14 +9,20 @@ from typing import Any
 
 from lightning_ssd.common.formatting import format_sizes
 
-__all__ = ["Counters", "OffloadStats", "OptimizerStats", "SavedBytes", "describe_held"]
+__all__ = ["Counters", "OffloadStats", "OptimizerStats", "SavedBytes", "describe_held", "saved_pct"]
 
 
 def describe_held(held_bytes: float, saved_bytes: float) -> str:
     """Return ``70.0 -> 11.5 MiB (84 % saved)``: what keeping would hold, and what is held."""
     before, after = format_sizes(saved_bytes, held_bytes)
-    share = f" ({100 * (1 - held_bytes / saved_bytes):.0f} % saved)" if saved_bytes else ""
+    percent = saved_pct(held_bytes, saved_bytes)
+    share = "" if percent is None else f" ({percent} % saved)"
     return f"{before.partition(' ')[0]} -> {after}{share}"
+
+
+def saved_pct(held_bytes: float, saved_bytes: float) -> int | None:
+    """Return by how many per cent what is held is less than what keeping would hold; ``None``: nothing was saved."""
+    return round(100 * (1 - held_bytes / saved_bytes)) if saved_bytes else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

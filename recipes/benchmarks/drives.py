@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +36,15 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.storage.factory import open_backend
-from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.checksum import Sampler
-from lightning_ssd.tiers.copy_paths import HostMover
-from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.transfer_queue import Transfer
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError, control_group
-from recipes.benchmarks.io import Owner
+from recipes.benchmarks.io import GIB, TierContender
+from recipes.benchmarks.step import environment
 
 NUM_DRIVES = 4
 SLOW_PART = 3
 """The last drive has the rate of the others divided by this."""
 MIB = 1 << 20
-AHEAD_BYTES = 256 * MIB
 SETS = {"1": (0,), "2": (0, 1), "4": (0, 1, 2, 3), "fast + slow": (0, 4)}
 """Numbers of the drives in each set."""
 _SHUTDOWN, _AT_ONCE = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN and EXT4_GOING_FLAGS_NOLOGFLUSH
@@ -99,37 +92,18 @@ def take_away(directory: Path) -> None:
 
 
 @contextmanager
-def opened_tier(directories: Sequence[Path]) -> Iterator[SsdTier]:
-    """A tier as a training on a CPU uses it."""
-    with ExitStack() as stack:
-        backend = stack.enter_context(closing(_backend(directories)))
-        reload = stack.enter_context(closing(ReloadPool(2 * AHEAD_BYTES)))
-        mover = HostMover(backend, reload)
-        yield stack.enter_context(
-            closing(SsdTier(backend, mover, list(directories), events=EventLog(), sampler=Sampler("off")))
-        )
+def opened(directories: Sequence[Path], tensors: Sequence[torch.Tensor]) -> Iterator[TierContender]:
+    """Open a tier for these tensors, as a training on a CPU uses it."""
+    backend, _ = open_backend("posix", directories=directories, device=torch.device("cpu"), allow_unsuitable_paths=True)
+    with closing(backend), closing(TierContender(backend, directories, tensors)) as tier:
+        yield tier
 
 
-def rates_of(tier: SsdTier, tensors: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Return MB/s of writing these tensors, and of reading them back.
-
-    Raises:
-        RuntimeError: other bytes came back.
-    """
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    owners = [Owner(tensor) for tensor in tensors]
-    begin = time.perf_counter()
-    for owner in owners:
-        tier.write(owner, owner.tensor.nbytes, None, label="bench")
-    tier.flush()
-    written_s = time.perf_counter() - begin
-    begin = time.perf_counter()
-    _read(tier, owners, check=False)
-    read_s = time.perf_counter() - begin
-    _read(tier, owners, check=True)
-    for owner in owners:
-        tier.free(owner.require_stored())
-    return nbytes / written_s / 1e6, nbytes / read_s / 1e6
+def rates_of(tier: TierContender) -> tuple[float, float]:
+    """Return MB/s of writing its tensors, and of reading them back; what comes back is compared."""
+    write, read = (tier.run(direction).gib_per_s * GIB / 1e6 for direction in ("write", "read"))
+    tier.check()
+    return write, read
 
 
 def states_rate(directories: Sequence[Path], nbytes: int, *, steps: int = 2) -> float:
@@ -206,14 +180,14 @@ def changes(
     """Return the times of passes over what the rates allow, once a drive has become slow, and once it has gone."""
     tensors = _tensors(2 * total, 16 * MIB)
     found = {}
-    with opened_tier([directory for directory, _ in drives]) as tier:
+    with opened([directory for directory, _ in drives], tensors) as tier:
         for name in ("two drives", "one at a tenth", "one taken away"):
             left = {"two drives": 2.0, "one at a tenth": 1.1, "one taken away": 1.0}[name] * rate
             if name == "one at a tenth":
                 limit(drives[1][1], rate / 10)
             if name == "one taken away":
                 take_away(drives[1][0])
-            first, second = (rates_of(tier, tensors) for _ in range(2))
+            first, second = (rates_of(tier) for _ in range(2))
             write, read = zip(first, second, strict=True)
             found[name] = {
                 "first_write_over_left": left / write[0],
@@ -224,28 +198,6 @@ def changes(
             print(name, {key: round(value, 2) for key, value in found[name].items()}, flush=True)
         limit(drives[1][1], rate)
     return found
-
-
-def _read(tier: SsdTier, owners: Sequence[Owner], *, check: bool) -> None:
-    """Read everything back, last things first."""
-    under_way: list[tuple[Owner, Transfer]] = []
-    ahead = 0
-    for owner in reversed(owners):
-        under_way.append((owner, tier.read(owner, owner.require_stored(), torch.device("cpu"), urgent=False)))
-        ahead += owner.tensor.nbytes
-        while under_way and (ahead > AHEAD_BYTES or owner is owners[0]):
-            oldest, read = under_way.pop(0)
-            read.wait()
-            ahead -= oldest.tensor.nbytes
-            if oldest.error is not None:
-                raise oldest.error
-            if check and not oldest.is_right():
-                raise RuntimeError("a tensor came back with other bytes; report this")
-            oldest.reloaded = None
-
-
-def _backend(directories: Sequence[Path]) -> Any:
-    return open_backend("posix", directories=directories, device=torch.device("cpu"), allow_unsuitable_paths=True)[0]
 
 
 def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str, Any]:
@@ -271,8 +223,8 @@ def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str,
             for kind, nbytes in kinds.items():
                 for name, chosen in SETS.items():
                     tensors = _tensors(total * len(chosen), nbytes)
-                    with opened_tier([drives[i][0] for i in chosen]) as tier:
-                        found = rates_of(tier, tensors)
+                    with opened([drives[i][0] for i in chosen], tensors) as tier:
+                        found = rates_of(tier)
                     samples.setdefault((kind, name), []).append(found)
                     print(f"{kind:8s} {name:12s} write {found[0]:6.0f} MB/s, read {found[1]:6.0f} MB/s", flush=True)
             for name, chosen in SETS.items():
@@ -351,12 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(f"this machine cannot throttle loop devices: {error}; run as root on Linux with losetup")
     show(table)
     if options.json is not None:
-        run = {"date": date.today().isoformat(), "torch": torch.__version__, "rate_mb_per_s": options.rate}
-        run |= {
-            "rounds": options.rounds,
-            "mib_per_drive": options.mib,
-            "commit": _run("git", "rev-parse", "--short", "HEAD"),
-        }
+        sizes = {"rate_mb_per_s": options.rate, "rounds": options.rounds, "mib_per_drive": options.mib}
+        run = environment("drives", torch.get_num_threads()) | sizes
         options.json.write_text(json.dumps({"run": run, "median": table}, indent=1) + "\n", encoding="utf-8")
 
 

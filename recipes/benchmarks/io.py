@@ -15,7 +15,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -43,6 +42,7 @@ from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import StreamEvent
+from recipes.benchmarks.step import environment
 
 GIB = float(1 << 30)
 TENSOR_NBYTES = (48 << 20, 12 << 20)
@@ -116,7 +116,7 @@ class TierContender:
     def __init__(
         self,
         backend: Backend,
-        directory: Path,
+        directories: Sequence[Path],
         tensors: Sequence[torch.Tensor],
         *,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
@@ -127,7 +127,7 @@ class TierContender:
         self._tier = SsdTier(
             backend,
             HostMover(backend, self._reload),
-            [directory],
+            list(directories),
             events=EventLog(),
             sampler=Sampler("off"),
             chunk_bytes=chunk_bytes,
@@ -177,21 +177,6 @@ class TierContender:
                 in_flight -= oldest.tensor.nbytes
                 del oldest_transfer
         return wrong
-
-
-def open_tiers(
-    stack: ExitStack,
-    backend: Backend,
-    directory: Path,
-    tensors: Sequence[torch.Tensor],
-    *,
-    shapes: Sequence[tuple[int, int]],
-) -> list[TierContender]:
-    """Open one for each number of workers and chunk size. ``stack`` closes them."""
-    made = [TierContender(backend, directory, tensors, chunk_bytes=size, num_workers=number) for number, size in shapes]
-    for contender in made:
-        stack.callback(contender.close)
-    return made
 
 
 class PlainContender:
@@ -282,23 +267,17 @@ def make_tensors(nbytes: int) -> list[torch.Tensor]:
     return tensors
 
 
-def environment(directory: Path, backend: Backend, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """What a reader needs to judge the numbers. No host name, no paths."""
-    facts = inspect_directory(directory)
-    threads = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+def facts_of(directory: Path, backend: Backend, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """What a reader needs to judge the numbers."""
+    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "file_system": facts.file_system,
+        **environment("io", torch.get_num_threads()),
+        "file_system": inspect_directory(directory).file_system,
         "backend": backend.name,
         "memory_alignment": backend.memory_alignment,
         "block_bytes": backend.block_bytes,
         "tensor_addresses_mod_4096": sorted({tensor.data_ptr() % 4096 for tensor in tensors}),
-        "huge_pages": threads.read_text().strip() if threads.exists() else "unknown",
+        "huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else "unknown",
     }
 
 
@@ -380,12 +359,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "posix", directories=[args.dir], device=torch.device("cpu"), allow_unsuitable_paths=True
         )
         stack.callback(backend.close)
-        facts = environment(args.dir, backend, tensors)
+        facts = facts_of(args.dir, backend, tensors)
         print(why, *(f"{key}: {value}" for key, value in facts.items()), sep="\n", end="\n\n")
         fio = shutil.which("fio")
         other: Contender = FioContender(fio, args.dir, nbytes) if fio else PlainContender(backend, args.dir, nbytes)
         stack.callback(other.close)
-        ours = open_tiers(stack, backend, args.dir, tensors, shapes=shapes)
+        ours = [
+            TierContender(backend, [args.dir], tensors, chunk_bytes=size, num_workers=number) for number, size in shapes
+        ]
+        for contender in ours:
+            stack.callback(contender.close)
         samples = race([other, *ours], args.rounds)
         for contender in ours:
             contender.check()

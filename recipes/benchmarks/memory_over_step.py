@@ -4,9 +4,9 @@
     python -m recipes.benchmarks.memory_over_step --tiny
 
 Each mode trains in a process of its own, one after the other: the same GPT-2 (``harness/gpt.py``), forward, backward
-and AdamW. A thread reads the resident set every 20 milliseconds; the last step is drawn, above what the process held
-before it once free heap had been given back. Times are shares of each mode's own step: how long a step takes is a
-question for ``recipes.benchmarks.step``, where modes take turns. Also writes the numbers as JSON beside the picture.
+and AdamW. The library's recorder reads the resident set some hundred times in the last step. The picture shows what was
+held above what the process held before that step, once free heap had been given back. Times are shares of each mode's
+own step: ``recipes.benchmarks.step`` compares how long steps take. The numbers are written as JSON beside the picture.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ from recipes.benchmarks.step import environment
 
 __all__ = ["draw", "main", "train"]
 
-_EVERY_S = 0.02
 _NUM_STEPS = 3
 _SIZES = {"layers": 12, "width": 768, "heads": 12, "sequence": 512, "vocabulary": 16_384}
 _TINY = {"layers": 2, "width": 64, "heads": 2, "sequence": 64, "vocabulary": 512}
@@ -39,59 +37,35 @@ _MODES = {"keep": ("plain PyTorch", "#555555"), "offload": ("activations on the 
 _MIB = 1 << 20
 
 
-class _Sampler(threading.Thread):
-    """Notes (seconds, resident bytes) until it is stopped."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.samples: list[tuple[float, int]] = []
-        self._stopped = threading.Event()
-
-    def run(self) -> None:
-        while not self._stopped.wait(_EVERY_S):
-            self.sample()
-
-    def sample(self) -> float:
-        """Note what is resident now, and return when that was."""
-        now_s = time.perf_counter()
-        self.samples.append((now_s, level_bytes(torch.device("cpu"))))
-        return now_s
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()
-
-
 def train(mode: str, directory: Path, *, tiny: bool = False) -> dict[str, Any]:
-    """Train a few steps in this process; the last one's memory, and when its phases began (seconds, bytes)."""
+    """Train a few steps here; return the last one's memory (seconds, bytes), its length, and when backward begins."""
     torch.manual_seed(0)
     sizes, batch = (_TINY, 2) if tiny else (_SIZES, 8)
     model = GPT(**sizes)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(sizes["vocabulary"], (batch, sizes["sequence"]))
-    rest, marks, sampler = 0, [], _Sampler()
+    rest, step_s = 0, 1.0
     policy = OffloadPolicy(activations="keep" if mode == "keep" else "offload")
     with Offloader(policy=policy, hardware=HardwareProfile(paths=[directory])) as offloader:
         offloader.register_module(model)
         for step in range(_NUM_STEPS):
+            begin_s = time.perf_counter()
             if step == _NUM_STEPS - 1:
                 trim()  # what glibc holds of earlier steps is free, and would hide what this one takes
                 rest = level_bytes(torch.device("cpu"))
-                sampler.start()
-            marks = [sampler.sample()]
+                offloader.begin_record(step, expected_s=step_s)
             with offloader.saved_tensors():
                 loss = model(tokens, tokens).loss
-            marks.append(sampler.sample())
             loss.backward()
             offloader.end_backward()
-            marks.append(sampler.sample())
             optimizer.step()
             optimizer.zero_grad()
-            marks.append(sampler.sample())
-        sampler.stop()
-    sampler.samples.sort()
-    inside = [(round(at - marks[0], 3), nbytes - rest) for at, nbytes in sampler.samples if marks[0] <= at <= marks[-1]]
-    return {"samples": inside, "marks": [mark - marks[0] for mark in marks], "loss": loss.item()}
+            step_s = time.perf_counter() - begin_s
+        record = offloader.end_record()
+    assert record is not None  # it has just begun
+    samples = [(round(level.at_s, 3), level.nbytes - rest) for level in record.levels]
+    backward_s = next(phase.start_s for phase in record.phases if phase.name == "backward")
+    return {"samples": samples, "backward_s": backward_s, "step_s": record.length_s, "loss": loss.item()}
 
 
 def draw(content: dict[str, dict[str, Any]], file: Path) -> None:
@@ -107,11 +81,11 @@ def draw(content: dict[str, dict[str, Any]], file: Path) -> None:
         times, levels = zip(*found["samples"], strict=True)
         peak = max(levels) / _MIB
         label = f"{name}: {peak:,.0f} MiB at most"
-        step_s = found["marks"][-1]
+        step_s = found["step_s"]
         axes.plot(
             [100 * at / step_s for at in times], [max(level, 0) / _MIB for level in levels], color=color, label=label
         )
-        axes.axvline(100 * found["marks"][1] / step_s, color=color, linestyle=":", linewidth=1)
+        axes.axvline(100 * found["backward_s"] / step_s, color=color, linestyle=":", linewidth=1)
     axes.set_xlabel("per cent of the step; dotted: where backward begins")
     axes.set_ylabel("MiB above rest")
     axes.set_ylim(bottom=0)

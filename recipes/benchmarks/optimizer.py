@@ -9,15 +9,13 @@ Nothing is trained: parameters have the shapes of a GPT's, and each step's gradi
     torch       plain PyTorch
     ssd         states on the drive, nothing kept in memory between steps
     cache=50%   the same, with that share of the states kept in memory
-    two_paths   two directories, one at a third of the other's rate; with several --dir: these, unthrottled
-    one_path    the faster of the two alone
 
 Each mode runs in a process of its own. The processes take turns, step by step, in an order that rotates. In each turn
 the drive is measured as well, by writing and reading a file past the page cache: both directions in flight, and each
 alone. The limit of an update, taken up to the end of its last write, is the longer of its two directions at the first
-pair of rates; "in turns" it is the sum of both at the second. Directories that share a drive are throttled by a
-wrapper of ours: a control group knows drives, not directories. Where memory or disk do not suffice for all processes
-at once, groups of them run one after the other.
+pair of rates; "in turns" it is the sum of both at the second. Several drives are those of
+``recipes.benchmarks.drives``. Where memory or disk do not suffice for all processes at once, groups of them run one
+after the other.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,6 @@ from recipes.benchmarks.harness.optimizer_tables import broken, show, summarise
 from recipes.benchmarks.harness.process import Child, ChildDiedError
 from recipes.benchmarks.harness.shapes import PROFILES, Shape
 from recipes.benchmarks.harness.tables import Sample
-from recipes.benchmarks.harness.throttle import parse_rate
 from recipes.benchmarks.step import environment, spill_directory
 from recipes.benchmarks.workers.optimizer_job import (
     BASELINE,
@@ -59,49 +56,30 @@ PARTS = ("main", "odd")
 ODD_HIDDEN = (320, 960)
 ODD_LAYERS_TIMES_HIDDEN = 1280
 ODD_STEPS = 5
-ODD_MODES = (BASELINE, "ssd", "cache=50%")
-PATH_SHARE = 0.5
-"""Of what the drive does in its slower direction, for the faster of two paths: both together are below the drive."""
-PATHS_RATIO = 3
 USABLE_SHARE = 0.85
 """Of the memory and the disk that are free."""
-_PAIR = ("two_paths", "one_path")
-_PATHS = ("fast", "slow")
-"""Where several directories are needed and one was named: these two, below it."""
 
 
-def make_jobs(
-    modes: Sequence[str], sizes: Sizes, directories: Sequence[Path], rate: float, args: argparse.Namespace
-) -> list[OptimizerJob]:
+def make_jobs(modes: Sequence[str], sizes: Sizes, directory: Path, args: argparse.Namespace) -> list[OptimizerJob]:
     """One per mode.
 
     Args:
         modes: names.
         sizes: of the parameters.
-        directories: as named; several are drives of their own.
-        rate: bytes per second of the faster of two paths on one drive.
-        args: ``optimizer`` and ``threads``.
+        directory: on the drive.
+        args: ``optimizer``, ``threads`` and ``master_weights``.
     """
-    first = directories[0]
-    several = len(directories) > 1
-    paths = [str(path) for path in directories] if several else [str(first / name) for name in _PATHS]
-    rates = () if several else (rate, rate / PATHS_RATIO)
-    chosen = {"two_paths": (tuple(paths), rates), "one_path": ((paths[0],), rates[:1])}
-    jobs = []
-    for mode in modes:
-        where, limits = chosen.get(mode, ((str(first),), ()))
-        jobs.append(
-            OptimizerJob(
-                mode=mode,
-                sizes=sizes,
-                optimizer=args.optimizer,
-                directories=where,
-                path_rates=limits,
-                threads=args.threads,
-                master_weights=args.master_weights,
-            )
+    return [
+        OptimizerJob(
+            mode=mode,
+            sizes=sizes,
+            optimizer=args.optimizer,
+            directory=str(directory),
+            threads=args.threads,
+            master_weights=args.master_weights,
         )
-    return jobs
+        for mode in modes
+    ]
 
 
 def free_now(directory: Path, device: str) -> Needs:
@@ -113,21 +91,15 @@ def free_now(directory: Path, device: str) -> Needs:
 
 
 def split(jobs: Sequence[OptimizerJob], free: Needs) -> list[list[OptimizerJob]]:
-    """Groups whose processes fit side by side, in order; two_paths and one_path stay together, to be compared."""
-    units: list[list[OptimizerJob]] = []
-    for job in jobs:
-        if job.mode in _PAIR and units and units[-1][-1].mode in _PAIR:
-            units[-1].append(job)
-        else:
-            units.append([job])
+    """Groups whose processes fit side by side, in order."""
     groups: list[list[OptimizerJob]] = []
-    for unit in units:
-        joined = [*groups[-1], *unit] if groups else unit
+    for job in jobs:
+        joined = [*groups[-1], job] if groups else [job]
         totals = [sum(values) for values in zip(*(job.needs for job in joined), strict=True)]
         if groups and all(total <= limit for total, limit in zip(totals, free, strict=True)):
             groups[-1] = joined
         else:
-            groups.append(list(unit))
+            groups.append([job])
     return groups
 
 
@@ -144,13 +116,12 @@ def run_group(index: int, group: Sequence[OptimizerJob], meter: DriveMeter, args
             children.append(Child(job, module="recipes.benchmarks.workers.optimizer"))
             stack.callback(children[-1].close)
         described = {child.mode: child.answer() for child in children}
-        by_mode = {job.mode: job for job in group}
         for turn in range(args.warmup + args.steps):
             is_timed = turn >= args.warmup
             rates = meter.measure() if is_timed else None
             for child in [*children[turn % len(children) :], *children[: turn % len(children)]]:
                 values = child.ask("step")
-                values |= limits_of(by_mode[child.mode], values, rates)
+                values |= limits_of(values, rates)
                 samples.append(Sample(child.mode, index, turn, is_timed, values, not is_timed))
                 _tell(f"group {index + 1} turn {turn + 1}: {child.mode:10} {values['step_s']:.3f} s")
         for child in children:
@@ -159,16 +130,10 @@ def run_group(index: int, group: Sequence[OptimizerJob], meter: DriveMeter, args
     return samples
 
 
-def limits_of(job: OptimizerJob, values: dict[str, Any], rates: DriveRates | None) -> dict[str, Any]:
-    """How soon the drive could have moved what a step moved, in seconds; empty where nothing tells.
-
-    Throttled paths hold their own rates in each direction; several drives were not measured one by one.
-    """
-    if rates is None or "written_bytes" not in values or (len(job.directories) > 1 and not job.path_rates):
+def limits_of(values: dict[str, Any], rates: DriveRates | None) -> dict[str, Any]:
+    """How soon the drive could have moved what a step moved, in seconds; empty where nothing tells."""
+    if rates is None or "written_bytes" not in values:
         return {}
-    if job.path_rates:
-        rate = sum(job.path_rates)
-        rates = DriveRates(write_per_s=rate, read_per_s=rate, write_alone_per_s=rate, read_alone_per_s=rate)
     moved = values["written_bytes"], values["read_bytes"]
     limits = {"limit_s": rates.limit_s(*moved), "turned_limit_s": rates.turned_limit_s(*moved)}
     return limits | {"drive": asdict(rates)}
@@ -222,14 +187,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed turns")
     parser.add_argument("--warmup", type=int, default=2, help="turns before these; the first one makes the states")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--dir", type=Path, action="append", help="on the drive; again: on another; default: temporary")
+    parser.add_argument("--dir", type=Path, help="directory on the drive; default: a temporary one")
     parser.add_argument("--limit-bytes", help="size of the files that measure the drive; default: 1GiB")
-    parser.add_argument("--path-rate", help="of the faster of two paths, such as 300MB/s; default: half the drive's")
     parser.add_argument("--json", type=Path, help="write environment, samples and tables here")
     args = parser.parse_args(arguments)
     try:
         args.modes = parse_modes(args.modes)
-        args.path_rate = parse_rate(args.path_rate) if args.path_rate else None
         args.limit_bytes = parse_size(args.limit_bytes or ("16MiB" if args.tiny else "1GiB"), name="--limit-bytes")
     except ValueError as error:
         parser.error(str(error))
@@ -259,7 +222,7 @@ def odd_sizes(sizes: Sizes, hidden: int) -> Sizes:
     return replace(sizes, hidden=hidden, layers=max(1, ODD_LAYERS_TIMES_HIDDEN // hidden), vocabulary=1_009)
 
 
-def run(args: argparse.Namespace, directories: Sequence[Path]) -> dict[str, Any]:
+def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Run all parts."""
     sizes = choose_sizes(args)
     facts = environment("optimizer", args.threads, Shape(device=sizes.device))
@@ -269,21 +232,19 @@ def run(args: argparse.Namespace, directories: Sequence[Path]) -> dict[str, Any]
     samples: dict[str, list[Sample]] = {}
     refused: dict[str, list[str]] = {}
     with ExitStack() as stack:
-        meter = DriveMeter(directories[0], args.limit_bytes)
+        meter = DriveMeter(directory, args.limit_bytes)
         stack.callback(meter.close)
-        first = meter.measure()
-        rate = args.path_rate or PATH_SHARE * min(first.write_per_s, first.read_per_s)
-        facts |= {"drive": meter.name, "rates": asdict(first), "path_rate": rate}
+        facts |= {"drive": meter.name, "rates": asdict(meter.measure())}
         print(*(f"{key}: {value}" for key, value in facts.items()), sep="\n", flush=True)
         parts: dict[str, tuple[Sizes, Sequence[str], argparse.Namespace]] = {"main": (sizes, args.modes, args)}
         brief = argparse.Namespace(**vars(args) | {"steps": ODD_STEPS - 1, "warmup": 1})
-        parts |= {f"odd {hidden}": (odd_sizes(sizes, hidden), ODD_MODES, brief) for hidden in ODD_HIDDEN}
+        parts |= {f"odd {hidden}": (odd_sizes(sizes, hidden), MODES, brief) for hidden in ODD_HIDDEN}
         for part, (chosen, modes, settings) in parts.items():
             if args.part not in ("all", part.split()[0]):
                 continue
             print(f"\n## {part}\n", flush=True)
-            jobs = make_jobs(modes, chosen, directories, rate, args)
-            samples[part], failed = run_part(jobs, meter, directories[0], settings)
+            jobs = make_jobs(modes, chosen, directory, args)
+            samples[part], failed = run_part(jobs, meter, directory, settings)
             refused |= {part: failed} if failed else {}
             tables[part] = summarise(samples[part])
             show(tables[part])
@@ -295,29 +256,13 @@ def run(args: argparse.Namespace, directories: Sequence[Path]) -> dict[str, Any]
     }
 
 
-@contextmanager
-def removed_again(paths: Sequence[Path]) -> Iterator[None]:
-    """At the end, those of ``paths`` are removed that were not there before and are empty."""
-    made = [path for path in paths if not path.exists()]
-    try:
-        yield
-    finally:
-        for path in made:
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 when bits differ or a mode has failed."""
     args = parse_arguments(arguments)
-    with spill_directory(args.dir[0] if args.dir else None, "bench_optimizer") as directory:
-        others = args.dir[1:] if args.dir else []
-        for other in others:
-            other.mkdir(parents=True, exist_ok=True)
+    with spill_directory(args.dir, "bench_optimizer") as directory:
         begin = time.perf_counter()
         try:
-            with removed_again([directory / name for name in _PATHS]):
-                content = run(args, [directory, *others])
+            content = run(args, directory)
         except ChildDiedError as error:
             sys.exit(str(error))
         print(f"\nTook {time.perf_counter() - begin:.0f} s.")

@@ -2,15 +2,16 @@
 
     python -m recipes.benchmarks.rivals --dir DIR --limit 1.5GiB [--steps 4] [--json FILE]
     python -m recipes.benchmarks.rivals --dir DIR --part adapters      # LoRA: all but small adapters is frozen
+    python -m recipes.benchmarks.rivals --dir DIR --part states        # optimizer states alone on the drive
     python -m recipes.benchmarks.rivals --modes plain,ours,swap,fsdp2  # what needs no other package
     python -m recipes.benchmarks.rivals --tiny                         # a toy size, to try the recipe itself
 
 A GPT-2 trains with AdamW in a process for each mode; the processes take turns, step by step, in an order that rotates.
 After each step whatever the page cache has taken is written (``sync``), and counts: "step" is the time until all bytes
-are on the drive. The peak is that of the process. With ``--limit`` a row ``ours:limited`` trains in a memory control
-group of that size, whose page cache counts as well, so that it cannot stand in for the drive. At the end the weights
-are compared with plain PyTorch's, bit for bit. DeepSpeed's AdamW rounds otherwise than PyTorch's; its weights differ
-where all is right, and its loss tells whether it has learnt the same.
+are on the drive, "update" the optimizer's part of it. The peak is that of the process. With ``--limit`` a row
+``ours:limited`` trains in a memory control group of that size, whose page cache counts as well, so that it cannot stand
+in for the drive. At the end the weights are compared with plain PyTorch's, bit for bit. DeepSpeed's AdamW rounds
+otherwise than PyTorch's; its weights differ where all is right, and its loss tells whether it has learnt the same.
 
 accelerate and DeepSpeed are not among this project's requirements: ``pip install accelerate deepspeed`` into an
 environment that has this project as well (DeepSpeed's parts are compiled at first use, which takes a C++ compiler,
@@ -45,8 +46,9 @@ SHAPE = Shape(layers=16, width=1024, heads=16, sequence=128, batch=2, vocabulary
 PARTS = {
     "all": ("plain", "swap", "fsdp2", "accelerate", "deepspeed", "ours"),
     "adapters": ("plain", "accelerate", "ours"),
+    "states": ("plain", "deepspeed_states", "ours_states", "ours_states_cached"),
 }
-"""What is trained, and by default by whom."""
+"""What is trained or waits, and by default by whom."""
 LIMITED = "ours:limited"
 _MIB = 1 << 20
 
@@ -55,7 +57,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.rivals", description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=Path, help="directory on the drive; default: a temporary one")
-    parser.add_argument("--part", choices=list(PARTS), default="all", help="which weights are trained")
+    parser.add_argument("--part", choices=list(PARTS), default="all", help="what is trained or waits")
     parser.add_argument("--modes", help=f"of {', '.join(CONTENDERS)}; default: by the part")
     parser.add_argument("--limit", help=f"adds a row {LIMITED} in a control group of so much memory, such as 1.5GiB")
     parser.add_argument("--steps", type=int, default=4)
@@ -161,6 +163,7 @@ def summarise(racer: Racer, plain: Racer | None, warmup: int) -> dict[str, Any]:
     if timed:
         row["step_s"] = statistics.median(sample["step_s"] + sample["sync_s"] for sample in timed)
         row["sync_s"] = statistics.median(sample["sync_s"] for sample in timed)
+        row["update_s"] = statistics.median(sample["update_s"] for sample in timed)
         row["steps_s"] = [sample["step_s"] + sample["sync_s"] for sample in timed]
         row["peak_bytes"] = max(sample["peak_bytes"] for sample in timed)
     if plain is not None and plain.weights and racer.weights:
@@ -173,13 +176,13 @@ def summarise(racer: Racer, plain: Racer | None, warmup: int) -> dict[str, Any]:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
-    print(f"\n| mode | step s | of it sync s | peak MiB | weights equal | last loss | fate |\n{'|---' * 7}|")
+    heads = ("mode", "step s", "of it update s", "of it sync s", "peak MiB", "weights equal", "last loss", "fate")
+    print(f"\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for row in rows:
-        numbers = (
-            "| | | "
-            if "step_s" not in row
-            else (f"| {row['step_s']:.2f} | {row['sync_s']:.2f} | {row['peak_bytes'] / _MIB:,.0f} ")
-        )
+        numbers = "| | | | "
+        if "step_s" in row:
+            seconds = " | ".join(f"{row[name]:.2f}" for name in ("step_s", "update_s", "sync_s"))
+            numbers = f"| {seconds} | {row['peak_bytes'] / _MIB:,.0f} "
         bits = "" if row["bits"] is None else f"{row['bits']['equal']} of {row['bits']['of']}"
         loss = f"{row['losses'][-1]:.6f}" if row["losses"] else ""
         print(f"| {row['mode']} {numbers}| {bits} | {loss} | {row['fate']} |")

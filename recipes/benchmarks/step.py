@@ -3,7 +3,6 @@
     python -m recipes.benchmarks.step --dir DIR [--modes keep,ssd,recompute,naive] [--json FILE]
     python -m recipes.benchmarks.step --dir DIR --modes keep,auto,budget=40%,budget=1.5GiB@200MB/s [--shape tall]
     python -m recipes.benchmarks.step --dir DIR --modes keep,keep_again  # does this machine repeat its bits and times?
-    python -m recipes.benchmarks.step --hooks                  # what our hooks cost per tensor
     python -m recipes.benchmarks.step --profile gpu --dir DIR  # one CUDA card
 
 Each mode trains in a process of its own. The processes take turns, step by step, in an order that rotates, so that a
@@ -54,7 +53,6 @@ from recipes.benchmarks.harness.process import Child, ChildDiedError, ChildOutOf
 from recipes.benchmarks.harness.rounds import PLANNED_WARMUP, run_round, tell
 from recipes.benchmarks.harness.shapes import Shape, add_shape_arguments, choose_shape, has_transformers
 from recipes.benchmarks.harness.tables import Sample, show, summarise
-from recipes.benchmarks.hooks import ROUNDS, bench_hooks
 from recipes.benchmarks.workers.step import Job
 
 GIB = float(1 << 30)
@@ -92,11 +90,6 @@ def held_if_needed(modes: Sequence[str], shape: Shape, directory: Path, threads:
     return measure_held(shape, directory, threads) if is_needed else None
 
 
-def disk_needs(modes: Sequence[str], held_bytes: int) -> dict[str, int]:
-    """What each mode writes into files of its own, in bytes, by what keep holds."""
-    return {mode: parse_mode(mode).disk_bytes(held_bytes) for mode in modes}
-
-
 def check_room(modes: Sequence[str], held_bytes: int | None, directory: Path) -> None:
     """See that the drive has room for what the modes write side by side, each into files of its own.
 
@@ -110,7 +103,7 @@ def check_room(modes: Sequence[str], held_bytes: int | None, directory: Path) ->
     """
     if held_bytes is None:
         return
-    needs = disk_needs(modes, held_bytes)
+    needs = {mode: parse_mode(mode).disk_bytes(held_bytes) for mode in modes}
     free = shutil.disk_usage(directory).free
     if sum(needs.values()) > free:
         each = ", ".join(f"{mode} {nbytes / GIB:.1f}" for mode, nbytes in needs.items() if nbytes)
@@ -191,12 +184,18 @@ def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, *, rounds: int = 3, steps: int = 4, warmup: int = 2) -> None:
-    """What every benchmark of whole steps takes."""
-    parser.add_argument("--rounds", type=int, default=rounds, help="times that all processes start anew")
-    parser.add_argument("--steps", type=int, default=steps, help="timed turns per round")
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.step", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--warmup", type=int, default=warmup, help=f"turns before these; for planned modes {PLANNED_WARMUP} at least"
+        "--modes",
+        help=f"of {', '.join(MODES)}; ours may end in @RATE, such as auto@50MB/s; default: {','.join(DEFAULT_MODES)}, "
+        f"on a card {','.join(CARD_MODES)}".replace("%", "%%"),
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="times that all processes start anew")
+    parser.add_argument("--steps", type=int, default=4, help="timed turns per round")
+    parser.add_argument(
+        "--warmup", type=int, default=2, help=f"turns before these; for planned modes {PLANNED_WARMUP} at least"
     )
     parser.add_argument(
         "--within", type=float, metavar="SECONDS", help="make fewer turns, but one timed one, where all takes longer"
@@ -213,26 +212,6 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, rounds: int = 3, steps
         help="on CUDA: only operations that repeat their bits; without, keep may differ from keep; default: yes",
     )
     add_shape_arguments(parser)
-
-
-def complete(args: argparse.Namespace, shape: Shape) -> None:
-    """Fill in what depends on the shape."""
-    # A caching allocator has to be emptied for the next process, so that on a device the first step of a turn is lost.
-    args.turn_steps = args.turn_steps or (4 if shape.device == "cuda" else 1)
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.step", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--modes",
-        help=f"of {', '.join(MODES)}; ours may end in @RATE, such as auto@50MB/s; default: {','.join(DEFAULT_MODES)}, "
-        f"on a card {','.join(CARD_MODES)}".replace("%", "%%"),
-    )
-    add_run_arguments(parser)
-    parser.add_argument(
-        "--hooks", type=int, nargs="?", const=ROUNDS, metavar="ROUNDS", help="measure the cost of our hooks instead"
-    )
     parser.add_argument("--json", type=Path, help="write environment, samples and summary here")
     args = parser.parse_args(arguments)
     try:
@@ -246,7 +225,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """All rounds; prints the table."""
     shape = choose_shape(args)
-    complete(args, shape)
+    # A caching allocator has to be emptied for the next process, so that on a device the first step of a turn is lost.
+    args.turn_steps = args.turn_steps or (4 if shape.device == "cuda" else 1)
     failed: dict[str, str] = {}
     held = None
     try:
@@ -271,12 +251,6 @@ def run(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     return {"environment": facts, "summary": rows, "samples": [asdict(sample) for sample in samples]}
 
 
-def hooks(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """The cost per saved tensor, on the device of the profile."""
-    device = "cpu" if args.tiny or args.profile == "cpu" else "cuda"
-    return {"environment": environment("step", 1), **bench_hooks(directory, device=device, rounds=args.hooks)}
-
-
 def show_determinism(samples: Sequence[Sample]) -> None:
     """How far bits can be compared; nothing where nothing had to be set."""
     for told in {sample.values.get("described", {}).get("determinism"): None for sample in samples}:
@@ -298,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     with spill_directory(args.dir, "bench_step") as directory:
         try:
-            content = hooks(args, directory) if args.hooks else run(args, directory)
+            content = run(args, directory)
         except ChildDiedError as error:
             sys.exit(str(error))
     if args.json:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Shim", "ShimUnavailableError", "armed", "build", "is_loaded"]
+__all__ = ["Shim", "ShimUnavailableError", "armed", "build"]
 
 Kind = Literal["fail", "short", "interrupt", "slow"]
 _KINDS: dict[str, int] = {"fail": 1, "short": 2, "interrupt": 3, "slow": 4}
@@ -60,11 +60,6 @@ def _library() -> Any:
     except AttributeError:
         return None
     return library
-
-
-def is_loaded() -> bool:
-    """Whether this process was started with the library."""
-    return _library() is not None
 
 
 class Shim:

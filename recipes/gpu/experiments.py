@@ -184,15 +184,21 @@ def _drives(room: Room | None, directory: Path, *, rehearse: bool) -> list[Exper
     size = ("--tiny", "--threads=1") if rehearse else ("--profile", "gpu", "--size", "350m", "--layers", str(layers))
     most = f"--max-written={2 * GIB + 2 * (_NUM_SWEPT + 1) * moved}"
     metered = f"--limit-bytes={(16 if rehearse else 256) * MIB}"
-    device = () if rehearse else ("--profile", "gpu")
     return [
         Experiment(
             name="tensors",
-            question="microseconds per kept and per moved tensor",
+            question="microseconds of Python per kept and per moved tensor",
             kind="hooks",
-            command=("-m", "recipes.benchmarks.step", "--hooks", "5" if rehearse else "51", *device, *where),
-            limit_s=180 if rehearse else 40,
-            least_s=15,
+            command=(
+                *(
+                    "-m",
+                    "recipes.benchmarks.hooks",
+                    *(("--rounds=2",) if rehearse else ("--rounds=11", "--device=cuda")),
+                ),
+                *where,
+            ),
+            limit_s=180 if rehearse else 60,
+            least_s=20,
         ),
         Experiment(
             name="drive",

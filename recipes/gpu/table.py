@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,17 +37,18 @@ class Row:
 
 def read_result(kind: str, path: Path) -> str:
     """The numbers of a result file in one line."""
-    readers: Mapping[str, Callable[[Path], str]] = {
-        "tests": lambda path: _of_tests(ElementTree.parse(path).getroot()),
-        "facts": lambda path: _of_facts(json.loads(path.read_text())),
-        "steps": lambda path: _of_steps(json.loads(path.read_text())),
-        "drive": lambda path: _of_drive(json.loads(path.read_text())),
-        "optimizer": lambda path: _of_optimizer(json.loads(path.read_text())),
-        "hooks": lambda path: _of_hooks(json.loads(path.read_text())),
-        "compiled": lambda path: _of_compiled(json.loads(path.read_text())),
-        "weights": lambda path: _of_weights(json.loads(path.read_text())),
+    if kind == "tests":
+        return _of_tests(ElementTree.parse(path).getroot())
+    readers: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+        "facts": _of_facts,
+        "steps": _of_steps,
+        "drive": _of_drive,
+        "optimizer": _of_optimizer,
+        "hooks": _of_hooks,
+        "compiled": _of_compiled,
+        "weights": _of_weights,
     }
-    return readers[kind](path)
+    return readers[kind](json.loads(path.read_text()))
 
 
 def _of_tests(root: ElementTree.Element) -> str:
@@ -120,12 +120,11 @@ def _of_states(row: Mapping[str, Any]) -> str:
 
 
 def _of_hooks(content: Mapping[str, Any]) -> str:
-    kept = statistics.median(row["ours_us"] for row in content["summary"])
-    moved = content["moved"]
-    return (
-        f"kept {kept:.1f} us; moved {moved['forward_us']:.0f} us forward and {moved['backward_us']:.0f} us backward, "
-        f"CPU {moved['thread_us']:.0f} us of the training thread, {moved['process_us']:.0f} us of the process"
-    )
+    kept, moved = (content["per_tensor"][name] for name in ("large, stays", "moved"))
+    told = "moved: not measured"
+    if moved is not None:
+        told = f"moved {moved['thread_us']:.0f} us of the training thread, {moved['process_us']:.0f} us of the process"
+    return f"kept {kept['thread_us']:.1f} us; {told}; default step {content['tiny_gpt']['default']:.2f} of plain"
 
 
 def _of_compiled(found: Mapping[str, Any]) -> str:

@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from lightning_ssd.cli.main import app
+from lightning_ssd.reports.adviser import advise
 from lightning_ssd.reports.dashboard import DASHBOARD
 from lightning_ssd.telemetry.metrics import METRICS
 from tests.support.patience import PATIENCE_S
@@ -40,6 +42,17 @@ def test_report_makes_the_page_and_says_what_to_change(tmp_path):
     assert str(tmp_path / "page" / "report.html") in done.output.replace("\n", "")
     assert "HardwareProfile.paths" in done.output
     assert "200 MiB resident of 300 MiB & more" in on_one_line(done.output)
+
+
+def test_report_says_once_what_the_verdict_says_already(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
+    found = made_report(unusable="it is full", stats={})
+    first = advise(found)[0]
+    told = replace(found, summary=f"lightning_ssd: a headline\n  next     {first}")
+    (tmp_path / "report.json").write_text(told.to_json())
+    done = run("report", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert on_one_line(done.output).count(first) == 1
 
 
 @pytest.mark.parametrize("content", [None, "{}"])

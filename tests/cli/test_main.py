@@ -70,6 +70,27 @@ def test_help_and_typos_load_no_torch():
     assert "sweep-table" in told
 
 
+def test_help_by_the_module_loads_no_torch_either():
+    watching = [sys.executable, "-X", "importtime", "-m", "lightning_ssd", "--help"]
+    done = subprocess.run(watching, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "sweep-table" in done.stdout
+    assert "lightning_ssd.cli.main" in done.stderr
+    assert not [line for line in done.stderr.splitlines() if line.split()[-1] in ("torch", "lightning")]
+
+
+def test_another_module_with_our_name_as_its_argument_gets_the_strategies(tmp_path):
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("import lightning_ssd\n")
+    asked = "from lightning.pytorch.strategies import StrategyRegistry as r\nprint('ssd_offload' in r)\n"
+    (package / "__main__.py").write_text(asked)
+    command = [sys.executable, "-m", "mine", "lightning_ssd"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path, env=env)
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_doctor_loads_no_lightning(tmp_path):
     told = in_a_new_process(
         f'assert call("doctor", {str(tmp_path)!r}) == 0\n'

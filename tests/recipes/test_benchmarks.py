@@ -11,8 +11,6 @@ import torch
 
 from lightning_ssd import HardwareProfile
 from recipes.benchmarks import (
-    deepspeed,
-    hook_evidence,
     hooks,
     io,
     io_beside_compute,
@@ -40,9 +38,8 @@ def tiny(monkeypatch):
     """Sizes that no argument sets."""
     monkeypatch.setattr(optimizer, "ODD_HIDDEN", (320,))
     monkeypatch.setattr(hooks, "CHAIN", 60)
-    monkeypatch.setattr(hook_evidence, "ONCE_STORAGES", 20)
-    monkeypatch.setattr(hook_evidence, "ONCE_PARAMETERS", 8)
-    monkeypatch.setattr(memory_over_step, "_EVERY_S", 0.0001)
+    monkeypatch.setattr(hooks, "ONCE_STORAGES", 20)
+    monkeypatch.setattr(hooks, "ONCE_PARAMETERS", 8)
     monkeypatch.setattr(io_beside_compute, "REQUEST_BYTES", 2 * MIB)
     monkeypatch.setattr(io_beside_compute, "FILE_BYTES", 8 * MIB)
 
@@ -76,10 +73,10 @@ def trained_within_a_limit(found):
 
 STEP_SIZES = ["--width", "128", "--sequence", "128", "--threads", "1", "--rounds", "1"]
 TOYS = {
-    "deepspeed": (
-        deepspeed,
-        "--tiny --modes torch,ours,ours_cached --steps 1",
-        lambda found: len(found["tables"][0]["rows"][0]["losses"]) == 2,
+    "rivals, states": (
+        rivals,
+        "--tiny --part states --modes plain,ours_states,ours_states_cached --steps 1",
+        lambda found: all(row["bits"] == {"equal": 28, "of": 28} and row["update_s"] > 0 for row in found["rows"]),
     ),
     "rivals": (
         rivals,
@@ -182,16 +179,12 @@ def test_a_toy_run_of_recomputing(capsys):
 @pytest.mark.parametrize(
     ("benchmark", "arguments", "message"),
     [
-        (deepspeed, ["--modes", "torch,deepsped"], "deepsped; allowed: torch, ours, ours_cached, deepspeed"),
-        (deepspeed, ["--steps", "0", "--modes", "torch"], "at least one step"),
-        (deepspeed, ["--modes", "deepspeed"], "pip install deepspeed"),
         (io, ["--dir", "none", "--size", "1GiB", "--rounds", "7", "--max-written", "15GiB"], "would write 16.0 GiB"),
         (io_beside_compute, ["--dir", ".", "--rate", "0"], "have to be above 0"),
         (memory_limit, ["--limit", "much"], "--limit"),
         (memory_limit, ["--steps", "0"], "--steps"),
         (optimizer, ["--modes", "torch,sdd"], "sdd; allowed: torch, ssd, cache=50%"),
         (optimizer, ["--modes", "cache=101%"], "cache=101%; allowed"),
-        (optimizer, ["--path-rate", "fast"], "throttle"),
         (optimizer, ["--warmup", "0"], "--steps and --warmup begin at 1"),
         (optimizer, ["--profile", "gpu"], "needs a CUDA device"),
         (parameters, ["--turns", "0"], "--turns and --warmup begin at 1"),
@@ -199,6 +192,7 @@ def test_a_toy_run_of_recomputing(capsys):
         (rivals, [], "leave it out: --modes plain,swap,fsdp2,ours"),
         (rivals, ["--modes", "plain,our"], "--modes has our; allowed: plain"),
         (rivals, ["--modes", "plain", "--limit", "much"], "is not a size"),
+        (rivals, ["--steps", "0", "--modes", "plain"], "at least one step"),
         (step, ["--modes", "keep,ssdd"], "--modes has ssdd; allowed: keep, ssd"),
         (step, ["--profile", "gpu", "--shape", "tall"], "--shape tall belongs to --profile cpu"),
         (step, ["--profile", "gpu"], "--profile gpu needs a CUDA device"),
@@ -292,12 +286,10 @@ def test_ratios_are_paired_and_warm_up_is_left_out():
     assert (keep["step_ratio"], ours["num_steps"], ours["equal"]) == (1, 3, True)
     assert ours["step_ratio"] == pytest.approx(1.1)
     assert ours["peak_above_rest_bytes"] == 2 * MIB
-    runs = [run_of(updated, "torch", 1, 10, 2), run_of(updated, "two_paths", 3, 30, 6)]
-    runs.append(run_of(updated, "one_path", 4.5, 45, 9))
-    plain, two, one = optimizer_tables.summarise([found for run in runs for found in run])
-    assert (plain["step_ratio"], two["step_ratio"], one["step_ratio"]) == (1, 3, 4.5)
-    assert (two["two_paths_gain"], two["num_steps"], two["num_compared"]) == (1.5, 3, 4)
-    assert (two["limit_ratio"], two["turned_limit_ratio"]) == (pytest.approx(1.1), pytest.approx(0.5))
+    runs = [*run_of(updated, "torch", 1, 10, 2), *run_of(updated, "ssd", 3, 30, 6)]
+    plain, ours = optimizer_tables.summarise(runs)
+    assert (plain["step_ratio"], ours["step_ratio"], ours["num_steps"], ours["num_compared"]) == (1, 3, 3, 4)
+    assert (ours["limit_ratio"], ours["turned_limit_ratio"]) == (pytest.approx(1.1), pytest.approx(0.5))
 
 
 def test_one_wrong_gradient_is_told(capsys):
@@ -331,17 +323,13 @@ def test_one_wrong_bit_of_a_state_is_told(changed, equal, states_equal, capsys):
     assert optimizer_tables.summarise(ours)[0]["equal"] is None, "nothing was compared"
 
 
-def test_wrong_bits_of_rivals_are_told(capsys, monkeypatch):
-    seconds = dict.fromkeys(("forward_s", "backward_s", "update_s", "settled_s", "step_s", "sync_s"), 2.0)
+def test_wrong_bits_of_rivals_are_told(monkeypatch):
+    seconds = dict.fromkeys(("step_s", "update_s", "sync_s"), 2.0)
 
-    def row(mode, loss=1.0, weights="a", equal=2):
-        found = {"mode": mode, **seconds, "peak_bytes": 1 << 30, "losses": [loss], "weights": [weights]}
+    def row(mode, equal=2):
+        found = {"mode": mode, **seconds, "peak_bytes": 1 << 30, "losses": [1.0]}
         return found | {"fate": "trained", "bits": {"equal": equal, "of": 2}}
 
-    monkeypatch.setattr(deepspeed, "measure", lambda *_: [row("torch"), row("ours", weights="b"), row("deepspeed", 2)])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert deepspeed.main(["--tiny"]) == 1
-    assert "NOT EQUAL" in capsys.readouterr().out
     assert rivals.is_right(row("ours"))
     assert not rivals.is_right(row("ours") | {"fate": "killed in step 1"})
     monkeypatch.setattr(rivals, "measure", lambda *_: [row("ours:limited", equal=1)])
@@ -357,7 +345,7 @@ def test_what_came_back_otherwise_is_no_measurement(tmp_path, monkeypatch):
     monkeypatch.setattr(hooks, "CHAIN", 20)
     monkeypatch.setattr(hooks, "InstantBackend", Lying)
     with pytest.raises(RuntimeError, match="other gradients than plain PyTorch"):
-        hooks.moved_us(HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True), rounds=3)
+        hooks.per_tensor(HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True), "cpu", 1)
     monkeypatch.setattr(io.Owner, "is_right", lambda self: False)
     monkeypatch.setattr(io.shutil, "which", shutil.which if shutil.which("fio") else lambda name: None)
     with pytest.raises(SystemExit, match="2 of 2 tensors came back with other bytes"):

@@ -139,6 +139,14 @@ def test_headlines(changes, headline, next_step):
     assert next_step in verdict.next_step
 
 
+def test_nothing_is_saved_is_not_said_of_states_that_are():
+    kept = {**STATS, "settled_peak_bytes": 3000 * MIB}
+    assert judge(run(stats=kept)).headline.startswith("nothing saved: at the peak all ")
+    verdict = judge(run(stats=kept, optimizers=(STATES,)))
+    assert verdict.headline.startswith("at the peak all 2.93 GiB of saved activations are in memory, because ")
+    assert line(verdict, "besides").startswith("optimizer states: at most ")
+
+
 def test_budgets_are_said_to_be_kept_or_not():
     policy = {**POLICY, "activation_budget": "3GiB", "memory_budget": "1GiB"}
     memory = line(judge(run(policy=policy)), "memory")

@@ -1,4 +1,5 @@
 import csv
+import io
 import json
 import subprocess
 import sys
@@ -7,8 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from rich.console import Console
 
 from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd import monitor as monitor_module
@@ -16,7 +18,7 @@ from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.reports.run_report import load_report
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from lightning_ssd.telemetry.metrics import METRICS
-from lightning_ssd.telemetry.stats import describe_held
+from lightning_ssd.telemetry.stats import describe_held, saved_pct
 from tests.support.patience import PATIENCE_S
 from tests.support.trainers import BAREBONES, LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer, one_thread
 
@@ -35,7 +37,7 @@ ABSENT = {
     *(metric.key for metric in METRICS if metric.key.startswith(("io/drive", "wear/drive"))),
 }
 KEYS_ON_CPU = {metric.key for metric in METRICS} - PLAN_KEYS - ABSENT
-BAR = {"act", "ssd", "wait%"}
+BAR = {"saved%"}
 
 
 @pytest.fixture(autouse=True)
@@ -209,16 +211,36 @@ def test_plan_keys_are_shown_from_the_first_step_on_that_followed_one(tmp_path):
 # -- progress bar -----------------------------------------------------------------------------------------------------
 
 
-def test_progress_bar_shows_three_numbers(tmp_path):
+def test_the_progress_bar_shows_what_is_saved(tmp_path):
     trainer, _ = fit_monitored(tmp_path, enable_progress_bar=True)
-    shown = trainer.progress_bar_metrics
-    assert set(shown) == BAR
-    assert 0 < shown["act"] < 0.01
-    assert shown["ssd"] >= 0
-    assert 0 <= shown["wait%"] <= 100
-    assert max(map(len, shown)) <= 6, "three of them fit a terminal of 80 columns"
-    for value in shown.values():
-        assert value == pytest.approx(float(f"{value:.3g}"), rel=1e-6)  # Lightning keeps it in float32
+    stats = trainer.strategy.stats
+    shown = {"saved%": saved_pct(stats.settled_peak_bytes, stats.saved_peak_bytes)}
+    assert trainer.progress_bar_metrics == shown, "as in the verdict"
+
+
+class LossOnBar(Net):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+
+class Drawing(Callback):
+    """Draws the bar as a terminal of 80 columns shows it."""
+
+    def on_train_batch_start(self, trainer, *args):
+        console = Console(width=80, file=io.StringIO())
+        console.print(trainer.progress_bar_callback.progress)
+        self.drawn = console.file.getvalue().rstrip()
+
+
+def test_the_bar_of_rich_fits_80_columns(tmp_path):
+    drawing = Drawing()
+    callbacks = [OffloadMonitor(verdict=False), RichProgressBar(), drawing]
+    fit(LossOnBar, strategy_for(tmp_path), tmp_path, callbacks=callbacks, enable_progress_bar=True)
+    assert "saved%: " in drawing.drawn
+    assert "train/loss: " in drawing.drawn
+    assert len(drawing.drawn.splitlines()) <= 2, drawing.drawn
 
 
 # -- verdict ----------------------------------------------------------------------------------------------------------
@@ -294,15 +316,6 @@ def test_bytes_written_go_on_over_fits_and_checkpoints(tmp_path):
     assert len(written) == NUM_BATCHES
     assert written[0] > second * 0.9
     assert written == sorted(written)
-
-
-def test_peaks_begin_anew_only_on_request(tmp_path):
-    trainer, _ = fit_monitored(tmp_path)
-    assert trainer.strategy.stats.saved_peak_bytes > 0
-    trainer, monitor = fit_monitored(tmp_path, OffloadMonitor(verdict=False, reset_peaks=True))
-    assert trainer.strategy.stats.saved_peak_bytes == 0, "the last batch ended with a row"
-    assert "saved activations" in monitor.summary
-    assert "saved activations 0.0" not in monitor.summary
 
 
 # -- pictures and the report ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from recipes.benchmarks.harness.tables import MIB, Sample
+from recipes.benchmarks.harness.tables import Sample, mib, number
 from recipes.benchmarks.workers.optimizer_job import BASELINE
 
 __all__ = ["broken", "show", "summarise"]
@@ -58,8 +58,7 @@ def _row(mode: str, samples: Sequence[Sample]) -> Row:
         **{name: median(name) for name in _MEDIANS},
         **levels,
         **{name: highest(name) for name in _CHECKPOINT},
-        "step_ratio": _paired(mode, BASELINE, samples),
-        "two_paths_gain": _paired("one_path", mode, samples) if mode == "two_paths" else None,
+        "step_ratio": _paired(mode, samples),
         "limit_ratio": _own_ratio(mine, "limit_s"),
         "turned_limit_ratio": _own_ratio(mine, "turned_limit_s"),
         "resident_share": resident / states if resident is not None and states else None,
@@ -69,12 +68,13 @@ def _row(mode: str, samples: Sequence[Sample]) -> Row:
     }
 
 
-def _paired(mode: str, other: str, samples: Sequence[Sample]) -> float | None:
-    """Median over turns of the time of ``mode`` / that of ``other``."""
-    times = [
-        {(s.round, s.step): s.values["step_s"] for s in samples if s.mode == name and s.timed} for name in (mode, other)
-    ]
-    ratios = [seconds / times[1][key] for key, seconds in times[0].items() if times[1].get(key)]
+def _paired(mode: str, samples: Sequence[Sample]) -> float | None:
+    """Median over turns of the time of ``mode`` / that of plain PyTorch."""
+    mine, others = (
+        {(s.round, s.step): s.values["step_s"] for s in samples if s.mode == name and s.timed}
+        for name in (mode, BASELINE)
+    )
+    ratios = [seconds / others[key] for key, seconds in mine.items() if others.get(key)]
     return statistics.median(ratios) if ratios else None
 
 
@@ -118,33 +118,33 @@ def show(rows: Sequence[Row]) -> None:
     """In Markdown: what it costs and frees, then where the time goes and what a checkpoint takes."""
     columns: Sequence[tuple[str, Callable[[Row], str]]] = (
         ("mode", lambda row: str(row["mode"])),
-        ("update s", lambda row: _number(row["step_s"], 3)),
-        ("/ torch", lambda row: _number(row["step_ratio"], 2)),
-        ("/ limit", lambda row: _number(row["limit_ratio"], 2)),
-        ("/ limit in turns", lambda row: _number(row["turned_limit_ratio"], 2)),
-        ("written MiB", lambda row: _mib(row["written_bytes"])),
-        ("read MiB", lambda row: _mib(row["read_bytes"])),
-        ("states MiB", lambda row: _mib(row["state_bytes"])),
-        ("resident peak MiB", lambda row: _mib(row["resident_peak_bytes"])),
-        ("/ states", lambda row: _number(row["resident_share"], 3)),
-        ("peak above weights and gradients MiB", lambda row: _mib(row["peak_above_base_bytes"])),
-        ("process peak MiB", lambda row: _mib(row["process_peak_bytes"])),
+        ("update s", lambda row: number(row["step_s"], 3)),
+        ("/ torch", lambda row: number(row["step_ratio"], 2)),
+        ("/ limit", lambda row: number(row["limit_ratio"], 2)),
+        ("/ limit in turns", lambda row: number(row["turned_limit_ratio"], 2)),
+        ("written MiB", lambda row: mib(row["written_bytes"])),
+        ("read MiB", lambda row: mib(row["read_bytes"])),
+        ("states MiB", lambda row: mib(row["state_bytes"])),
+        ("resident peak MiB", lambda row: mib(row["resident_peak_bytes"])),
+        ("/ states", lambda row: number(row["resident_share"], 3)),
+        ("peak above weights and gradients MiB", lambda row: mib(row["peak_above_base_bytes"])),
+        ("process peak MiB", lambda row: mib(row["process_peak_bytes"])),
         ("bits", _bits_cell),
     )
     _show(rows, columns)
     details: Sequence[tuple[str, Callable[[Row], str]]] = (
         ("mode", lambda row: str(row["mode"])),
-        ("subgroups", lambda row: _number(row["num_subgroups"], 0)),
-        ("each MiB", lambda row: _mib(row["subgroup_bytes"])),
-        ("kept MiB", lambda row: _mib(row["kept_bytes"])),
-        ("computing s", lambda row: _number(row["update_s"], 3)),
-        ("fetching s", lambda row: _number(row["fetch_busy_s"], 3)),
-        ("flushing s", lambda row: _number(row["flush_busy_s"], 3)),
-        ("until written s", lambda row: _number(row["settled_s"], 3)),
-        ("stall s", lambda row: _number(row["stall_s"], 3)),
-        ("checkpoint s", lambda row: _number(row["checkpoint_s"], 2)),
-        ("MiB", lambda row: _mib(row["checkpoint_bytes"])),
-        ("extra memory MiB", lambda row: _mib(row["checkpoint_extra_bytes"])),
+        ("subgroups", lambda row: number(row["num_subgroups"], 0)),
+        ("each MiB", lambda row: mib(row["subgroup_bytes"])),
+        ("kept MiB", lambda row: mib(row["kept_bytes"])),
+        ("computing s", lambda row: number(row["update_s"], 3)),
+        ("fetching s", lambda row: number(row["fetch_busy_s"], 3)),
+        ("flushing s", lambda row: number(row["flush_busy_s"], 3)),
+        ("until written s", lambda row: number(row["settled_s"], 3)),
+        ("stall s", lambda row: number(row["stall_s"], 3)),
+        ("checkpoint s", lambda row: number(row["checkpoint_s"], 2)),
+        ("MiB", lambda row: mib(row["checkpoint_bytes"])),
+        ("extra memory MiB", lambda row: mib(row["checkpoint_extra_bytes"])),
     )
     _show(rows, details)
     print(f"Medians of {rows[0]['num_steps']} steps per mode; ratios are medians of ratios within one turn.")
@@ -161,11 +161,3 @@ def _bits_cell(row: Row) -> str:
     if row["states_equal"] is False:
         return "DIFFERENT" if row["equal"] is False else "states DIFFERENT"
     return {True: "equal", False: "DIFFERENT", None: "not compared"}[row["equal"]]
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
-
-
-def _mib(value: float | None) -> str:
-    return "" if value is None else f"{value / MIB:,.0f}"

@@ -1,4 +1,7 @@
-"""A worker process of the benchmarks, and the pipe to it."""
+"""A worker process of the benchmarks, and the pipe to it: a line of JSON for the job, then a line for each command.
+
+Each line is answered with one line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints
 
 from lightning_ssd.memory.malloc import PAGES_VARIABLE
 from recipes.benchmarks.harness.mode_names import AS_IT_COMES
@@ -22,10 +27,13 @@ _OUT_OF_MEMORY = "out_of_memory"
 """Key of a worker's last answer."""
 _MEMORY_TEXTS = ("out of memory", "can't allocate memory")
 """In PyTorch's errors about the memory of a device, pinned memory, and that of the host."""
+_Job = TypeVar("_Job")
 
 
 class Job(Protocol):
-    """What a worker is told first."""
+    """What a worker is told first: a dataclass of what JSON has, and of such dataclasses."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def mode(self) -> str:
@@ -34,9 +42,6 @@ class Job(Protocol):
     @property
     def threads(self) -> int:
         """For computing."""
-
-    def to_json(self) -> str:
-        """One line."""
 
 
 class ChildDiedError(Exception):
@@ -108,7 +113,7 @@ class Child:
             env=os.environ | _variables(job),
             cwd=Path(__file__).resolve().parents[3],
         )
-        self._send(job.to_json())
+        self._send(json.dumps(asdict(job)))
 
     def ask(self, command: str) -> dict[str, Any]:
         """Have a command carried out, and wait for it.
@@ -162,12 +167,13 @@ def _command(module: str, procs: Path | None) -> Sequence[str]:
     return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(procs), *command]
 
 
-def answer_parent(serve: Callable[[TextIO, Callable[[dict[str, Any]], None]], None]) -> int:
-    """The other end of a :class:`Child`, for the entry of a worker.
+def answer_parent(kind: type[_Job], opened: Callable[[_Job], AbstractContextManager[Any]]) -> int:
+    """Be the other end of a :class:`Child`: the whole program of a worker.
 
     Args:
-        serve: works off the lines of its first argument, and gives each answer to its second. Where it runs out of
-            memory, the parent is told so; its other errors end the process as they are.
+        kind: of the job, which is the first line.
+        opened: makes of a job what works. Its ``description()`` answers the job, and each further line names a method.
+            Where it runs out of memory, the parent is told so; its other errors end the process as they are.
 
     Returns:
         The exit status.
@@ -180,7 +186,10 @@ def answer_parent(serve: Callable[[TextIO, Callable[[dict[str, Any]], None]], No
             print(json.dumps(result), file=answers, flush=True)
 
         try:
-            serve(sys.stdin, answer)
+            with opened(_made(kind, json.loads(sys.stdin.readline()))) as worker:
+                answer(worker.description())
+                for line in sys.stdin:
+                    answer(getattr(worker, line.strip())())
         except Exception as error:
             cause = _want_of_memory(error)
             if cause is None:
@@ -189,6 +198,14 @@ def answer_parent(serve: Callable[[TextIO, Callable[[dict[str, Any]], None]], No
             answer({_OUT_OF_MEMORY: (str(cause) or type(cause).__name__).splitlines()[0]})
             return 1
     return 0
+
+
+def _made(kind: type[_Job], fields: dict[str, Any]) -> _Job:
+    """Undo ``asdict``."""
+    kinds = get_type_hints(kind)
+    return kind(
+        **{name: _made(kinds[name], value) if is_dataclass(kinds[name]) else value for name, value in fields.items()}
+    )
 
 
 def _want_of_memory(error: BaseException | None) -> BaseException | None:

@@ -45,11 +45,6 @@ class Shape:
     autocast: bool = False
     device: str = "cpu"
 
-    @property
-    def num_tokens(self) -> int:
-        """Per step."""
-        return self.batch * self.sequence
-
     def model(self) -> nn.Module:
         """The same weights in every process."""
         settle_first_calls()
@@ -64,6 +59,7 @@ class Shape:
             return self._own_model()
         import transformers
 
+        transformers.logging.set_verbosity_error()  # it remarks on the defaults of a model built from a configuration
         config = transformers.GPT2Config(
             n_layer=self.layers,
             n_embd=self.width,

@@ -171,9 +171,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         bits = {True: "equal", False: "DIFFERENT", None: "not compared"}[row["equal"]]
         between = "" if quartiles is None else f"{quartiles[0]:.3f}-{quartiles[1]:.3f}"
         print(
-            f"| {row['mode']} | {row['step_s']:.2f} | {_number(row['step_ratio'], 3)} | {between} "
-            f"| {_mib(row['peak_above_rest_bytes'])} | {_number(row['peak_ratio'], 2)} "
-            f"| {_mib(row['resident_bytes'])} | {_number(row['resident_ratio'], 2)} | {bits} |"
+            f"| {row['mode']} | {row['step_s']:.2f} | {number(row['step_ratio'], 3)} | {between} "
+            f"| {mib(row['peak_above_rest_bytes'])} | {number(row['peak_ratio'], 2)} "
+            f"| {mib(row['resident_bytes'])} | {number(row['resident_ratio'], 2)} | {bits} |"
         )
     rows = [row for row in rows if "failed" not in row]
     if not rows:
@@ -184,9 +184,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     )
     print("| read MiB | forwarded MiB | stall s |\n" + "|---" * 12 + "|")
     for row in rows:
-        numbers = [_number(row[name], 2) for name in ("forward_s", "backward_s", "optimizer_s", "core_s", "system_s")]
-        moved = [_mib(row[name]) for name in ("rest_bytes", "bytes_written", "bytes_read", "bytes_forwarded")]
-        cells = [row["mode"], *numbers, _number(row["page_faults"], 0), *moved, _number(row["stall_s"], 2)]
+        numbers = [number(row[name], 2) for name in ("forward_s", "backward_s", "optimizer_s", "core_s", "system_s")]
+        moved = [mib(row[name]) for name in ("rest_bytes", "bytes_written", "bytes_read", "bytes_forwarded")]
+        cells = [row["mode"], *numbers, number(row["page_faults"], 0), *moved, number(row["stall_s"], 2)]
         print("| " + " | ".join(cells) + " |")
     print(f"\nMedians of {rows[0]['num_steps']} steps per mode; ratios are medians of paired ratios.")
     if any(row["mode"] == AGAIN and row["equal"] is False for row in rows):
@@ -206,12 +206,12 @@ def show_plans(rows: Sequence[dict[str, Any]]) -> None:
     for row in chosen:
         over = f"{row['num_over_budget']} of {row['num_checked_steps']}" if "budget_bytes" in row else ""
         plan = row.get("plan", {})
-        seconds = [_number(plan.get(f"{kind}_step_s"), 3) for kind in ("predicted", "measured")]
-        peaks = [_mib(plan.get(f"{kind}_peak_bytes")) for kind in ("predicted", "measured")]
-        written = [_mib(plan.get(f"{kind}_written_bytes")) for kind in ("predicted", "measured")]
+        seconds = [number(plan.get(f"{kind}_step_s"), 3) for kind in ("predicted", "measured")]
+        peaks = [mib(plan.get(f"{kind}_peak_bytes")) for kind in ("predicted", "measured")]
+        written = [mib(plan.get(f"{kind}_written_bytes")) for kind in ("predicted", "measured")]
         off = [_percent(row.get(f"{name}_error")) for name in ("step", "peak")]
-        cells = [row["mode"], _mib(row.get("budget_bytes")), over, *seconds, off[0], *peaks, off[1], *written]
-        print("| " + " | ".join([*cells, _number(plan.get("num_plans"), 0)]) + " |")
+        cells = [row["mode"], mib(row.get("budget_bytes")), over, *seconds, off[0], *peaks, off[1], *written]
+        print("| " + " | ".join([*cells, number(plan.get("num_plans"), 0)]) + " |")
     print('\n"off": predicted / measured - 1. Steps of the warm-up, where the plan is made, are not in it.')
 
 
@@ -219,9 +219,11 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:+.1f} %"
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
+    """A cell; empty where there is nothing."""
     return "" if value is None else f"{value:,.{digits}f}"
 
 
-def _mib(value: float | None) -> str:
+def mib(value: float | None) -> str:
+    """The same of bytes."""
     return "" if value is None else f"{value / MIB:,.0f}"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,8 @@ __all__ = ["CONTENDERS", "PACKAGES", "Contender"]
 
 _LEARNING_RATE = 1e-4
 _WEIGHT_DECAY = 0.01
+_QUIET_S = 0.005
+_NOTHING_MORE: Mapping[str, Any] = {}
 
 PACKAGES = {"accelerate": "accelerate", "deepspeed": "deepspeed"}
 """What has to be installed for a contender."""
@@ -29,6 +33,9 @@ PACKAGES = {"accelerate": "accelerate", "deepspeed": "deepspeed"}
 
 class Contender(Protocol):
     """One way to train."""
+
+    update_s: float
+    """Of the last step: the optimizer's part, up to its last write."""
 
     def step(self, tokens: Tensor) -> float:
         """Forward, backward, update; the loss."""
@@ -53,6 +60,8 @@ def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
 class Plain:
     """All in memory."""
 
+    update_s = 0.0
+
     def __init__(self, build: Build, directory: Path, batch: int, stack: ExitStack) -> None:
         self._model = build()
         self._optimizer = _adamw(self._model)
@@ -60,9 +69,15 @@ class Plain:
     def step(self, tokens: Tensor) -> float:
         loss = _loss(self._model, tokens)
         loss.backward()
+        begin_s = time.perf_counter()
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._settle()
+        self.update_s = time.perf_counter() - begin_s
         return float(loss.detach())
+
+    def _settle(self) -> None:
+        """Wait for what the optimizer still writes."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters()
@@ -70,6 +85,8 @@ class Plain:
 
 class Ours:
     """Weights, gradients, states and activations on the drive."""
+
+    update_s = 0.0
 
     def __init__(self, build: Build, directory: Path, batch: int, stack: ExitStack) -> None:
         self._offloader = lightning_ssd.Offloader(
@@ -89,17 +106,54 @@ class Ours:
             loss = _loss(self._model, tokens)
         loss.backward()
         self._offloader.end_backward()
+        begin_s = time.perf_counter()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._offloader.flush()
+        self.update_s = time.perf_counter() - begin_s
         return float(loss.detach())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters()
 
 
+class OurStates(Plain):
+    """Optimizer states on the drive, all else in memory.
+
+    Args:
+        build: makes the model.
+        directory: for the states.
+        batch: sequences of a step.
+        stack: closes what is opened.
+        cached_share: of the states, so many may stay in memory.
+    """
+
+    def __init__(
+        self, build: Build, directory: Path, batch: int, stack: ExitStack, *, cached_share: float = 0.0
+    ) -> None:
+        super().__init__(build, directory, batch, stack)
+        nbytes = sum(2 * parameter.nbytes for parameter in _trained(self._model))  # AdamW's two moments
+        offloader = lightning_ssd.Offloader(
+            policy=lightning_ssd.OffloadPolicy(activations="keep", optimizer_states="offload"),
+            hardware=lightning_ssd.HardwareProfile(
+                paths=[directory], allow_unsuitable_paths=True, host_memory=int(cached_share * nbytes)
+            ),
+        )
+        stack.enter_context(offloader.open(self._model))
+        self._optimizer: Any = offloader.offload_optimizer(self._optimizer)
+
+    def _settle(self) -> None:
+        """Wait until nothing moves. A flush would also write what is to stay in memory."""
+        busy_s = -1.0
+        while (now_s := self._optimizer.stats.fetch_busy_s + self._optimizer.stats.flush_busy_s) != busy_s:
+            busy_s = now_s
+            time.sleep(_QUIET_S)
+
+
 class Swap:
     """The naive loop: a block's weights are in ``.data`` while it runs, else in a file. Nothing else leaves."""
+
+    update_s = 0.0
 
     def __init__(self, build: Build, directory: Path, batch: int, stack: ExitStack) -> None:
         self._model = build()
@@ -142,6 +196,7 @@ class Swap:
     def step(self, tokens: Tensor) -> float:
         loss = _loss(self._model, tokens)
         loss.backward()
+        begin_s = time.perf_counter()
         for block, optimizer in self._optimizers:
             self._load(block)
             optimizer.step()
@@ -150,6 +205,7 @@ class Swap:
         if self._rest is not None:
             self._rest.step()
             self._rest.zero_grad()
+        self.update_s = time.perf_counter() - begin_s
         return float(loss.detach())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -201,18 +257,20 @@ class Accelerate(Plain):
 
 
 class DeepSpeed:
-    """ZeRO stage 3 with parameters and optimizer on NVMe.
+    """ZeRO stage 3 with the optimizer, and by default parameters, on NVMe.
 
     Args:
         build: makes the model.
         directory: for what is swapped.
         batch: sequences of a step.
         stack: nothing of it has to be closed.
-        param: settings of ``offload_param`` besides the defaults here.
+        param: settings of ``offload_param`` besides the defaults here; ``None``: parameters stay in memory.
         optimizer: likewise of ``offload_optimizer``.
         zero: likewise of ``zero_optimization``.
         aio: likewise of ``aio``.
     """
+
+    update_s = 0.0
 
     def __init__(
         self,
@@ -221,7 +279,7 @@ class DeepSpeed:
         batch: int,
         stack: ExitStack,
         *,
-        param: Mapping[str, Any] | None = None,
+        param: Mapping[str, Any] | None = _NOTHING_MORE,
         optimizer: Mapping[str, Any] | None = None,
         zero: Mapping[str, Any] | None = None,
         aio: Mapping[str, Any] | None = None,
@@ -233,16 +291,19 @@ class DeepSpeed:
         deepspeed.init_distributed("gloo")
         model = build()
         largest = max(parameter.numel() for parameter in model.parameters())
-        place = {"device": "nvme", "nvme_path": str(directory)}
+        place = {"device": "nvme", "nvme_path": str(directory), "buffer_count": 5}
+        waiting: dict[str, Any] = {}
+        if param is not None:
+            # With a prefetch it ends in "Not enough buffers" or "already assigned swap buffer".
+            waiting["stage3_prefetch_bucket_size"] = 0
+            waiting["offload_param"] = {**place, "buffer_size": largest, **param}
         config = {
             "train_micro_batch_size_per_gpu": batch,
             "optimizer": {"type": "AdamW", "params": {"lr": _LEARNING_RATE, "weight_decay": _WEIGHT_DECAY}},
             "zero_optimization": {
                 "stage": 3,
-                # With a prefetch it ends in "Not enough buffers" or "already assigned swap buffer".
-                "stage3_prefetch_bucket_size": 0,
-                "offload_optimizer": {**place, "buffer_count": 5, **(optimizer or {})},
-                "offload_param": {**place, "buffer_count": 5, "buffer_size": largest, **(param or {})},
+                "offload_optimizer": {**place, **(optimizer or {})},
+                **waiting,
                 **(zero or {}),
             },
             **({"aio": aio} if aio else {}),
@@ -253,7 +314,9 @@ class DeepSpeed:
     def step(self, tokens: Tensor) -> float:
         loss = self._engine(input_ids=tokens, labels=tokens).loss
         self._engine.backward(loss)
+        begin_s = time.perf_counter()
         self._engine.step()
+        self.update_s = time.perf_counter() - begin_s
         return float(loss.detach())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -274,27 +337,26 @@ def _be_the_only_process() -> None:
     os.environ["MASTER_PORT"] = str(port)
 
 
-def _deepspeed(**settings: Mapping[str, Any]) -> Callable[..., Contender]:
-    return lambda *args: DeepSpeed(*args, **settings)
-
-
 _LARGE_AIO = {"block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True}
 CONTENDERS: dict[str, Callable[..., Contender]] = {
     "plain": Plain,
     "ours": Ours,
+    "ours_states": OurStates,
+    "ours_states_cached": partial(OurStates, cached_share=0.5),
     "swap": Swap,
     "fsdp2": Fsdp2,
     "accelerate": Accelerate,
-    "deepspeed": _deepspeed(),
-    "deepspeed_aio": _deepspeed(aio=_LARGE_AIO),
-    "deepspeed_lean": _deepspeed(
+    "deepspeed": DeepSpeed,
+    "deepspeed_states": partial(DeepSpeed, param=None),
+    "deepspeed_lean": partial(
+        DeepSpeed,
         aio=_LARGE_AIO,
         param={"buffer_count": 3},
         optimizer={"buffer_count": 4},
         zero={"sub_group_size": 2 * 10**7, "reduce_bucket_size": 2 * 10**7},
     ),
-    "deepspeed_pipeline": _deepspeed(
-        aio=_LARGE_AIO, optimizer={"buffer_count": 10, "pipeline_read": True, "pipeline_write": True}
+    "deepspeed_pipeline": partial(
+        DeepSpeed, aio=_LARGE_AIO, optimizer={"buffer_count": 10, "pipeline_read": True, "pipeline_write": True}
     ),
 }
 """By the names of modes. Those of DeepSpeed differ in their buffers, buckets and requests to the drive."""

@@ -1,7 +1,7 @@
 """One process of ``recipes.benchmarks.optimizer``: holds parameters and updates them in one mode, a step at a time.
 
-Speaks JSON, one object per line: the job comes first, then commands; each is answered with one line. Nothing is
-trained: gradients are made anew for each step from a seed, in memory that is taken once.
+``recipes.benchmarks.harness.process`` says how it is told what to do. Nothing is trained: gradients are made anew for
+each step from a seed, in memory that is taken once.
 """
 
 from __future__ import annotations
@@ -10,30 +10,26 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
 import lightning_ssd
-from lightning_ssd.common.tensors import Region
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import MemoryReadings, read_memory, reset_device_peak, reset_host_peak
 from lightning_ssd.optimizer.step.master_weights import MASTER
-from lightning_ssd.storage.backend import Backend
-from lightning_ssd.storage.spill_file import Arena
 from recipes.benchmarks.harness.process import answer_parent
-from recipes.benchmarks.harness.throttle import BucketBackend
 from recipes.benchmarks.workers.optimizer_job import BASELINE, OPTIMIZERS, Kind, OptimizerJob
 from recipes.determinism import make_deterministic
 from recipes.meter import weights_digest
 
-__all__ = ["AnonymousPeak", "PathBuckets", "anonymous_bytes", "open_updater", "states_digest"]
+__all__ = ["AnonymousPeak", "anonymous_bytes", "open_updater", "states_digest"]
 
 SAMPLED_EVERY_S = 0.002
 _QUIET_S = 0.005
@@ -43,28 +39,6 @@ _COUNTED = (
     *("stall_s", "fetch_busy_s", "flush_busy_s", "update_s"),
 )
 _LEVELS = ("num_subgroups", "subgroup_bytes", "state_bytes", "resident_bytes", "resident_peak_bytes")
-
-
-class PathBuckets(BucketBackend):
-    """Each directory at a rate of its own. A control group cannot do that where they share a drive.
-
-    Args:
-        inner: what moves the bytes.
-        rates: bytes per second of each direction, by directory.
-    """
-
-    def __init__(self, inner: Backend, rates: Mapping[Path, float]) -> None:
-        super().__init__(inner, min(rates.values()))
-        self._buckets = {directory: BucketBackend(inner, rate) for directory, rate in rates.items()}
-
-    def write(self, arena: Arena, region: Region, offset: int) -> None:
-        self._bucket(arena).write(arena, region, offset)
-
-    def read(self, arena: Arena, region: Region, offset: int) -> None:
-        self._bucket(arena).read(arena, region, offset)
-
-    def _bucket(self, arena: Arena) -> BucketBackend:
-        return next(bucket for path, bucket in self._buckets.items() if arena.directory.is_relative_to(path))
 
 
 def anonymous_bytes() -> int:
@@ -156,17 +130,14 @@ def open_optimizer(stack: ExitStack, job: OptimizerJob, model: nn.Module) -> tup
     plain = kind.cls(model.parameters(), **kind.settings)
     if job.mode == BASELINE:
         return plain, "states in memory"
-    paths = [Path(directory) for directory in job.directories]
-    for path in paths:
-        path.mkdir(parents=True, exist_ok=True)
-    rates = dict(zip(paths, job.path_rates, strict=True)) if job.path_rates else None
     offloader = lightning_ssd.Offloader(
         policy=lightning_ssd.OffloadPolicy(
             activations="keep", optimizer_states="offload", master_weights=job.master_weights
         ),
-        hardware=lightning_ssd.HardwareProfile(paths=paths, host_memory=job.cache_bytes, allow_unsuitable_paths=True),
+        hardware=lightning_ssd.HardwareProfile(
+            paths=[job.directory], host_memory=job.cache_bytes, allow_unsuitable_paths=True
+        ),
         device=job.sizes.device,
-        _wrap_backend=None if rates is None else lambda inner: PathBuckets(inner, rates),
     )
     stack.enter_context(offloader)
     offloader.open(model)
@@ -192,7 +163,6 @@ class Updater:
         return {
             "num_parameters": self._job.sizes.num_parameters,
             "where": self._where.partition("; in ")[0],
-            "path_rates": self._job.path_rates,
             "cache_bytes": self._job.cache_bytes,
         }
 
@@ -223,8 +193,7 @@ class Updater:
 
     def checkpoint(self) -> dict[str, Any]:
         """Save the states as everybody does; what that takes, and a hash of what is in the file."""
-        path = Path(self._job.directories[0]) / f"bench_optimizer-{os.getpid()}.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = Path(self._job.directory) / f"bench_optimizer-{os.getpid()}.pt"
         trim()
         begin = self._now()
         try:
@@ -284,19 +253,5 @@ def open_updater(job: OptimizerJob) -> Iterator[Updater]:
         yield Updater(stack, job)
 
 
-def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Work off commands until there are none."""
-    with open_updater(OptimizerJob.from_json(lines.readline())) as updater:
-        commands = {"step": updater.step, "checkpoint": updater.checkpoint}
-        answer(updater.description())
-        for line in lines:
-            answer(commands[line.strip()]())
-
-
-def main() -> int:
-    """Entry of the child process."""
-    return answer_parent(serve)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_parent(OptimizerJob, open_updater))

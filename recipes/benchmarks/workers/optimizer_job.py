@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from recipes.determinism import settle_first_calls
 __all__ = ["BASELINE", "MODES", "OPTIMIZERS", "SIZES", "Needs", "OptimizerJob", "Sizes", "cache_share", "parse_modes"]
 
 BASELINE = "torch"
-MODES = (BASELINE, "ssd", "cache=50%", "two_paths", "one_path")
+MODES = (BASELINE, "ssd", "cache=50%")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CACHE = re.compile(r"cache=(\d{1,3})%")
 _PROCESS_BYTES = 1 << 30
@@ -132,12 +131,10 @@ class OptimizerJob:
     mode: str
     sizes: Sizes
     optimizer: str
-    directories: tuple[str, ...]
+    directory: str
     threads: int
     master_weights: bool = False
     """Half-precision parameters are updated through float32 copies: by hand in plain PyTorch, as states in ours."""
-    path_rates: tuple[float, ...] = ()
-    """Bytes per second that each directory is throttled to; none: as fast as the drives are."""
 
     @property
     def state_bytes(self) -> int:
@@ -164,14 +161,3 @@ class OptimizerJob:
         if self.sizes.device == "cpu":
             return Needs(_PROCESS_BYTES + work + self.cache_bytes, 0, disk)
         return Needs(_CUDA_PROCESS_BYTES + self.cache_bytes, _PROCESS_BYTES + work, disk)
-
-    def to_json(self) -> str:
-        """For the child's first line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> OptimizerJob:
-        """The inverse."""
-        fields = json.loads(line)
-        rest = {name: tuple(fields[name]) for name in ("directories", "path_rates")}
-        return cls(**fields | rest | {"sizes": Sizes(**fields["sizes"])})

@@ -1,26 +1,23 @@
 """One process of ``recipes.benchmarks.parameters``: trains a GPT in one mode, some steps at a time.
 
-Speaks JSON, one object per line: the job comes first, then commands; each is answered with one line. Between steps
-nothing looks at weights or gradients, which would bring them into memory and write others out unseen.
+``recipes.benchmarks.harness.process`` says how it is told what to do. Between steps nothing looks at weights or
+gradients, which would bring them into memory and write others out unseen.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
 
 import lightning_ssd
-from lightning_ssd.common.tensors import storage_of
-from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import read_memory, reset_host_peak
 from lightning_ssd.parameters.units import owners, shared_weights
 from recipes.benchmarks.harness.gpt import GPT
@@ -82,16 +79,6 @@ class ParametersJob:
     directory: str
     threads: int
 
-    def to_json(self) -> str:
-        """For the child's first line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> ParametersJob:
-        """The inverse."""
-        fields = json.loads(line)
-        return cls(**fields | {"sizes": Sizes(**fields["sizes"])})
-
 
 def moved_now(directory: str) -> dict[str, int]:
     """Bytes that went from and to drives so far.
@@ -113,15 +100,9 @@ def moved_now(directory: str) -> dict[str, int]:
 
 
 def faults_now() -> dict[str, float]:
-    """Page faults and core time of this process so far."""
+    """Page faults that a drive served, and the kernel's time for this process, so far."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    ticks = 100.0
-    return {
-        "minor_faults": int(fields[7]),
-        "major_faults": int(fields[9]),
-        "user_s": int(fields[11]) / ticks,
-        "system_s": int(fields[12]) / ticks,
-    }
+    return {"major_faults": int(fields[9]), "system_s": int(fields[12]) / 100}
 
 
 class Trainer:
@@ -149,12 +130,10 @@ class Trainer:
         for weight in found:
             owner = places[weight.names[0]][1]
             units[id(owner)] = units.get(id(owner), 0) + weight.storage.nbytes()
-        large = {storage_of(p).data_ptr() for p in weights if p.nbytes >= 1 << 20}
         return {
             "parameter_bytes": sum(p.nbytes for p in weights),
             "trained_bytes": sum(p.nbytes for p in weights if p.requires_grad),
             "small_bytes": sum(p.nbytes for p in weights if p.nbytes < 1 << 20),
-            "num_large": len(large),
             "largest_unit_bytes": max(units.values(), default=0),
             "empty_bytes": self._empty_bytes,
         }
@@ -172,16 +151,14 @@ class Trainer:
             offloader.reset_peaks()
         reset_host_peak()
         before = moved_now(self._job.directory) | faults_now() | self._counters()
-        times, read = [time.perf_counter()], [before["process_read_bytes"]]
+        times = [time.perf_counter()]
         with nullcontext() if offloader is None else offloader.saved_tensors():
             loss = self._model(input_ids=tokens, labels=tokens).loss
         times.append(time.perf_counter())
-        read.append(moved_now(self._job.directory)["process_read_bytes"])
         loss.backward()
         if offloader is not None:
             offloader.end_backward()
         times.append(time.perf_counter())
-        read.append(moved_now(self._job.directory)["process_read_bytes"])
         self._optimizer.step()
         self._optimizer.zero_grad()
         times.append(time.perf_counter())
@@ -191,29 +168,18 @@ class Trainer:
             "backward_s": times[2] - times[1],
             "update_s": times[3] - times[2],
             "step_s": times[3] - times[0],
-            "forward_read_bytes": read[1] - read[0],
-            "backward_read_bytes": read[2] - read[1],
-            "update_read_bytes": after["process_read_bytes"] - read[2],
             "peak_bytes": read_memory().host_peak_bytes,
             "loss": float(loss.detach()).hex(),
         } | {name: value - before[name] for name, value in after.items()}
 
     def _counters(self) -> dict[str, float]:
-        if self._offloader is None:
-            return {"stall_s": 0.0, "states_read_bytes": 0, "states_written_bytes": 0}
-        optimizers = self._offloader.optimizer_stats
-        return {
-            "stall_s": self._offloader.stats.stall_s,
-            "states_read_bytes": sum(stats.read_bytes for stats in optimizers),
-            "states_written_bytes": sum(stats.written_bytes for stats in optimizers),
-        }
+        return {"stall_s": 0.0 if self._offloader is None else self._offloader.stats.stall_s}
 
     def rest(self) -> dict[str, Any]:
-        """What the process holds between steps, without what malloc holds back; sizes that are known now."""
-        trim()
+        """Sizes that are known once it has stepped."""
         stats = () if self._offloader is None else self._offloader.optimizer_stats
         slots = sum(min(_NUM_SLOTS, s.num_subgroups) * s.subgroup_bytes for s in stats)
-        return {"rest_bytes": read_memory().host_bytes, "slots_bytes": slots}
+        return {"slots_bytes": slots}
 
     def account(self) -> dict[str, Any]:
         """What plain PyTorch saves for backward at its worst moment. No step of the optimizer."""
@@ -243,13 +209,5 @@ def open_trainer(job: ParametersJob) -> Iterator[Trainer]:
         yield Trainer(job, offloader)
 
 
-def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Work off commands until there are none."""
-    with open_trainer(ParametersJob.from_json(lines.readline())) as trainer:
-        answer(trainer.description())
-        for line in lines:
-            answer(getattr(trainer, line.strip())())
-
-
 if __name__ == "__main__":
-    sys.exit(answer_parent(serve))
+    sys.exit(answer_parent(ParametersJob, open_trainer))

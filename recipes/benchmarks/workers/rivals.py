@@ -1,22 +1,20 @@
 """One process of ``recipes.benchmarks.rivals``: trains in one way, a step at a time, when its parent says so.
 
-Speaks JSON, one object per line: the job comes first, then ``step`` or ``weights``; each is answered with one line.
+``recipes.benchmarks.harness.process`` says how it is told what to do.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-import transformers
 import xxhash
 from torch import Tensor, nn
 
@@ -41,16 +39,6 @@ class RivalsJob:
     adapters: bool = False
     """Whether adapters (LoRA) are trained and all else is frozen, instead of all weights."""
 
-    def to_json(self) -> str:
-        """For the child's first line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> RivalsJob:
-        """The inverse."""
-        fields = json.loads(line)
-        return cls(**fields | {"shape": Shape(**fields["shape"])})
-
 
 def build(job: RivalsJob) -> nn.Module:
     """The same weights in every process."""
@@ -69,10 +57,15 @@ class RivalTrainer:
     def __init__(self, job: RivalsJob, stack: ExitStack) -> None:
         self._job = job
         self._num_steps = 0
+        self._rest_bytes = read_memory().host_bytes
         self._contender: Contender = CONTENDERS[job.mode.partition(":")[0]](
             lambda: build(job), Path(job.directory), job.shape.batch, stack
         )
         trim()
+
+    def description(self) -> dict[str, Any]:
+        """What the process held before it made the model."""
+        return {"rest_bytes": self._rest_bytes}
 
     def step(self) -> dict[str, Any]:
         """One step; ``sync_s`` is what the drive then still has to write, which the page cache had taken."""
@@ -87,6 +80,7 @@ class RivalTrainer:
         return {
             "loss": loss,
             "step_s": step_s,
+            "update_s": self._contender.update_s,
             "sync_s": time.perf_counter() - begin_s - step_s,
             "peak_bytes": read_memory().host_peak_bytes,
         }
@@ -100,26 +94,13 @@ def _bytes(weight: Tensor) -> memoryview:
     return memoryview(weight.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Work off commands until there are none."""
-    job = RivalsJob.from_json(lines.readline())
+@contextmanager
+def open_trainer(job: RivalsJob) -> Iterator[RivalTrainer]:
+    """All that a job needs; opened and closed in this process."""
     torch.set_num_threads(job.threads)
     with ExitStack() as stack:
-        rest_bytes = read_memory().host_bytes
-        trainer = RivalTrainer(job, stack)
-        answer({"rest_bytes": rest_bytes})
-        for line in lines:
-            command = line.strip()
-            if command not in ("step", "weights"):
-                raise ValueError(f"command {command!r}; allowed: 'step', 'weights'")
-            answer(getattr(trainer, command)())
-
-
-def main() -> int:
-    """Entry of the child process."""
-    transformers.logging.set_verbosity_error()  # it remarks on the defaults of a model built from a configuration
-    return answer_parent(serve)
+        yield RivalTrainer(job, stack)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_parent(RivalsJob, open_trainer))

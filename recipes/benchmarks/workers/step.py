@@ -1,19 +1,18 @@
 """One process of ``recipes.benchmarks.step``: trains in one mode, a step at a time, when its parent says so.
 
-Speaks JSON, one object per line: the job comes first, then commands; each is answered with one line.
+``recipes.benchmarks.harness.process`` says how it is told what to do.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import xxhash
@@ -23,7 +22,7 @@ from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import read_memory, reset_device_peak, reset_host_peak
 from recipes.benchmarks.harness.modes import Account, Mode, Settings, open_mode
 from recipes.benchmarks.harness.process import answer_parent
-from recipes.benchmarks.harness.shapes import Shape, has_transformers
+from recipes.benchmarks.harness.shapes import Shape
 from recipes.determinism import make_deterministic
 
 
@@ -36,16 +35,6 @@ class Job:
     directory: str
     threads: int
     settings: Settings = field(default_factory=Settings)
-
-    def to_json(self) -> str:
-        """For the child's first line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> Job:
-        """The inverse."""
-        fields = json.loads(line)
-        return cls(**fields | {"shape": Shape(**fields["shape"]), "settings": Settings(**fields["settings"])})
 
 
 _SUMMED_WORDS = 16 << 20
@@ -127,10 +116,9 @@ class Trainer:
 
     def rest(self) -> dict[str, Any]:
         """The resident size between steps: what is in use, without what malloc holds back."""
-        before = read_memory().host_bytes
         trim()
         memory = read_memory(self._job.shape.device)
-        return {"untrimmed_bytes": before, "host_bytes": memory.host_bytes, "device_bytes": memory.device_bytes}
+        return {"host_bytes": memory.host_bytes, "device_bytes": memory.device_bytes}
 
     def release(self) -> dict[str, Any]:
         """Let the next process have the device's memory."""
@@ -179,28 +167,5 @@ def _try(shape: Shape, model: nn.Module) -> None:
             torch.cuda.empty_cache()  # the other processes are about to need it
 
 
-def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Work off commands until there are none."""
-    with open_trainer(Job.from_json(lines.readline())) as trainer:
-        commands = {
-            "step": trainer.step,
-            "rest": trainer.rest,
-            "release": trainer.release,
-            "account": trainer.account,
-        }
-        answer(trainer.description())
-        for line in lines:
-            answer(commands[line.strip()]())
-
-
-def main() -> int:
-    """Entry of the child process."""
-    if has_transformers():
-        import transformers
-
-        transformers.logging.set_verbosity_error()  # it remarks on the defaults of a model built from a configuration
-    return answer_parent(serve)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer_parent(Job, open_trainer))
