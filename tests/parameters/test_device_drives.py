@@ -216,7 +216,7 @@ def test_an_interrupt_leaves_gradients_as_they_were_or_became(parameters, one_in
             step(checkpoint.load(loop))
             assert same(loop.result(), expected), where
             checkpoint.load(loop)
-        assert num > 50 / one_in
+        assert num > (50 if one_in == 1 else 8)
         checkpoint.load(loop)  # the last step was not interrupted, and has left gradients
         gc.collect()
         assert eventually(offloader, lambda: not pager_of(offloader).weights)

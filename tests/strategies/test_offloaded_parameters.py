@@ -20,7 +20,7 @@ from lightning_ssd.parameters.device_weights import DeviceWeights
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
-from tests.support.pairs import pairwise
+from tests.support.pairs import each_once
 from tests.support.pretended_training import everything_there
 from tests.support.trainers import LIGHTNING_NOISE, WIDTH, Block, Net, fit, make_trainer, result
 
@@ -81,6 +81,10 @@ def strategy(directory: Path, kind: Kind = FROZEN, make: Any = SSDOffloadStrateg
     )
 
 
+WITHOUT_A_DEVICE = pytest.mark.parametrize(
+    "kind", ["frozen", pytest.param("weights", marks=pytest.mark.exhaustive)], indirect=True
+)
+"""By default: those of a simulated device take several times as long."""
 TRAINERS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "mixed, clipped by norm": {"precision": "bf16-mixed", "gradient_clip_val": 0.01},
@@ -93,7 +97,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pairwise("kind, activations, name", KINDS, ["auto", "offload", "keep"], TRAINERS, indirect=["kind"])
+@each_once("kind, activations, name", KINDS, ["auto", "offload", "keep"], TRAINERS, indirect=["kind"])
 def test_training_is_lightning_s_own(kind: Kind, activations: str, name: str, tmp_path: Path) -> None:
     _, expected = fit(kind.make, "auto", tmp_path, **TRAINERS[name])
     ours = strategy(tmp_path, kind, activations=activations)
@@ -178,7 +182,7 @@ def test_without_training(activity: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # on purpose without its callback
-@pytest.mark.parametrize("kind", ["frozen", "weights"], indirect=True)
+@WITHOUT_A_DEVICE
 def test_checkpoints_are_lightning_s_own_and_resume(kind: Kind, tmp_path: Path) -> None:
     def saved(name: str, own: Any) -> Path:
         saving = ModelCheckpoint(tmp_path / name, save_last=True)
@@ -199,7 +203,7 @@ def test_checkpoints_are_lightning_s_own_and_resume(kind: Kind, tmp_path: Path) 
         assert_identical(other, resumed[0])
 
 
-@pytest.mark.parametrize("kind", ["frozen", "weights"], indirect=True)
+@WITHOUT_A_DEVICE
 def test_fit_twice_then_test(kind: Kind, tmp_path: Path) -> None:
     found = []
     for is_ours in (False, True):

@@ -115,7 +115,7 @@ IN_EITHER_ORDER = """
 @pytest.mark.parametrize(
     ("first", "other"),
     [
-        ("lightning_ssd", "pytorch_lightning"),
+        pytest.param("lightning_ssd", "pytorch_lightning", marks=pytest.mark.exhaustive),
         ("lightning_fabric", "lightning_ssd"),
         pytest.param("lightning_ssd", "lightning_fabric", marks=pytest.mark.exhaustive),
         pytest.param("pytorch_lightning", "lightning_ssd", marks=pytest.mark.exhaustive),

@@ -16,16 +16,17 @@ def pairwise(names, *axes, indirect=()):
     return pytest.mark.parametrize(names, list(_marked([list(axis) for axis in axes])), indirect=list(indirect))
 
 
-def each_once(names, *axes):
+def each_once(names, *axes, indirect=()):
     """Return what does the same, where each value is to be in one default test at least, whatever it meets there.
 
     Args:
         names: of the arguments, separated by commas.
         axes: the values of each argument.
+        indirect: the arguments that are parameters of fixtures.
     """
     lists = [list(axis) for axis in axes]
     chosen = {tuple(turn % len(axis) for axis in lists) for turn in range(max(map(len, lists)))}
-    return pytest.mark.parametrize(names, list(_params(lists, chosen)))
+    return pytest.mark.parametrize(names, list(_params(lists, chosen)), indirect=list(indirect))
 
 
 def _marked(axes):
