@@ -6,7 +6,6 @@ Of the matrix each training meets two ways of treating activations; the rest is 
 import functools
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from tests.support.helpers import (
     outcome,
 )
 from tests.support.late import late_copies
+from tests.support.pairs import some_of_each
 
 pytestmark = pytest.mark.usefixtures("many_subgroups")
 
@@ -86,17 +86,7 @@ def training_of(name, steps, seen=lambda model: model):
     )
 
 
-def _cases():
-    """By default each training meets two of the four ways of treating activations, its neighbour the other two."""
-    ways = list(product(AWAY, ("host", "late")))
-    for number, name in enumerate(TRAININGS):
-        for turn, activations in enumerate(ACTIVATIONS):
-            chosen = ways[(number // 2 + turn) % len(ways)] if (number + turn) % 2 == 0 else None
-            for way in ways:
-                yield pytest.param(name, activations, *way, marks=() if way == chosen else pytest.mark.exhaustive)
-
-
-@pytest.mark.parametrize(("name", "activations", "away", "device"), list(_cases()))
+@some_of_each("name, activations, away, device", TRAININGS, ACTIVATIONS, AWAY, ["host", "late"])
 def test_training_is_exact(name, activations, away, device, tmp_path):
     """Losses, gradients, norms, weights, buffers and states."""
     setup, made = ACTIVATIONS[activations], []

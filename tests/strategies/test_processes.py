@@ -13,10 +13,11 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo"),
 ]
-LIKE_DDP = ("plain", "accumulate", "collectives", "unused", "manual", "static-manual", "comm-hook")
-OTHERS = ("agreed", "states", "weights", "impossible", "worn", "forgotten")
 DEFAULT: dict[str, tuple[str, ...]] = {
-    "ddp_script": (*LIKE_DDP, *OTHERS),
+    "ddp_script": (
+        *("plain", "accumulate", "collectives", "unused", "manual", "comm-hook"),
+        *("agreed", "states", "weights", "impossible"),
+    ),
     "second_package ddp_script": ("plain", "states"),
     "fabric_script": ("gpt", "conv", "uneven", "collectives", "checkpoint", "refused"),
     "callback_script": ("ddp", "ddp-auto", "fsdp2"),
@@ -24,6 +25,7 @@ DEFAULT: dict[str, tuple[str, ...]] = {
     "fsdp_away_script": ("frozen", "trained"),
 }
 EXHAUSTIVE: list[tuple[str, tuple[str, ...]]] = [
+    ("ddp_script", ("static-manual", "worn", "forgotten")),
     ("callback_script", ("ddp-accumulate", "ddp-manual", "tensor-parallel")),
     ("second_package ddp_script", ("accumulate", "manual")),
     ("second_package fabric_script", ("checkpoint",)),
