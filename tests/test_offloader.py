@@ -66,20 +66,6 @@ def test_directories_by_precedence(spill_dir, monkeypatch):
     assert str(by_profile) in used(hardware=HardwareProfile(paths=[by_profile]), default_directory=by_default)
 
 
-def test_several_directories_share_the_storages(spill_dir):
-    paths = [spill_dir / name for name in "abc"]
-    with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=paths)) as offloader:
-        arenas = offloader._parts.tiers.ssd._arenas
-        assert len({arena.directory for arena in arenas}) == 3
-        for _ in range(50):  # the worker that is free first takes what comes, so that a step may suit one of them
-            step(offloader)
-            if sum(arena.size_bytes > 0 for arena in arenas) >= 2:
-                break
-        else:
-            pytest.fail("one directory took all storages of 50 steps")
-        assert offloader.stats.bytes_read > 0
-
-
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here to be refused")
 @pytest.mark.parametrize("policy", [OFFLOAD_ALL, OffloadPolicy(activations="keep", optimizer_states="offload")])
 def test_a_refused_path_is_named_as_given_and_not_left_behind(spill_dir, policy):
@@ -188,36 +174,6 @@ faulthandler.cancel_dump_traceback_later()
 print("ended")
 """)
     assert out == "ended\n"
-
-
-def test_fork_says_so_instead_of_waiting(spill_dir, run_child):
-    """A child has no workers: it must neither hang nor touch the parent's files."""
-    out = run_child(f"""
-import faulthandler, os, torch, lightning_ssd as s
-faulthandler.dump_traceback_later(240, exit=True)
-policy = s.OffloadPolicy(activations="offload", min_tensor_bytes=0)
-hardware = s.HardwareProfile(paths={str(spill_dir)!r})
-offloader = s.Offloader(policy=policy, hardware=hardware).open()
-x = torch.randn(300, 300, requires_grad=True)
-with offloader.saved_tensors():
-    loss = x.exp().sin().sum()
-offloader.flush()
-pid = os.fork()
-if pid == 0:
-    try:
-        loss.backward()
-    except s.errors.OffloaderClosedError as error:
-        assert "open one after forking" in str(error)
-        offloader.close()
-        os._exit(7)
-    os._exit(1)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-loss.backward()
-offloader.end_backward()
-offloader.close()
-print(offloader.stats.bytes_read > 0)
-""")
-    assert out == "True\n"
 
 
 def test_a_module_that_is_registered_again_is_watched_once(spill_dir):

@@ -137,7 +137,8 @@ pid = os.fork()
 if pid == 0:
     try:
         step()
-    except s.errors.OffloaderClosedError:
+    except s.errors.OffloaderClosedError as error:
+        assert "open one after forking" in str(error)
         offloader.close()
         os._exit(7)
     os._exit(1)

@@ -122,7 +122,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_on_a_terminal():
-    written = run_on_terminal(ON_TERMINAL, {"RANK": "0"})
+def test_on_a_terminal(forks):
+    written = run_on_terminal(ON_TERMINAL, {"RANK": "0"}, forks)
     assert all(f"{doing} ..." in written for doing in ("Laying out", "Planning", "Saving"))
     assert screen(written) == ["interrupted"]

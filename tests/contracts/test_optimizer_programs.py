@@ -9,6 +9,7 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.contracts.optimizer_kinds import KINDS
 from tests.contracts.optimizer_programs import ACTIONS, Program, play
+from tests.support.faults import eio
 from tests.support.optimizer_pairs import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:this optimizer's states share memory")
@@ -22,9 +23,10 @@ def tiny_subgroups(monkeypatch):
 
 
 @contextmanager
-def player(directory, **kwargs):
-    """Plays programs with the files of one offloader."""
-    with opened(directory, verify="off", declared=(*KINDS, "Lookahead"), **kwargs) as offloader:
+def player(directory, *, fail_write=None, **kwargs):
+    """Plays programs with the files of one offloader, on a drive that fails as it is told."""
+    drives = []
+    with opened(directory, verify="off", declared=(*KINDS, "Lookahead"), faults=drives, **kwargs) as offloader:
 
         def verdict(program):
             made = []
@@ -32,6 +34,7 @@ def player(directory, **kwargs):
             def offload(optimizer):
                 offloaded = offloader.offload_optimizer(optimizer)
                 assert isinstance(offloaded, OffloadedOptimizer)
+                drives[-1].fail_write = fail_write
                 made.append(offloaded)
                 return offloaded
 
@@ -77,14 +80,21 @@ def test_each_action_is_exact_or_refused(kind, spill_dir):
     assert found == {name: "refused" if name in ("share", "own_step") else "equal" for name in ACTIONS}
 
 
+def now_and_then(index):
+    """Fail a write, and the next one."""
+    return eio() if index % 37 in (5, 6) else None
+
+
 MANY = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(3700)]
 
 
-@pytest.mark.parametrize("host_memory", [0, 64 << 10])
+@pytest.mark.filterwarnings("ignore:optimizer states could not be written")
+@pytest.mark.parametrize(("host_memory", "fail_write"), [(0, now_and_then), (64 << 10, None)])
 @pytest.mark.parametrize("num", [30, pytest.param(1_000, marks=MANY)])
-def test_random_programs_are_exact_or_refused(num, host_memory, spill_dir):
+def test_random_programs_are_exact_or_refused(num, host_memory, fail_write, spill_dir):
     programs = [Program.random(seed) for seed in range(host_memory, host_memory + num)]
-    assert assert_never_wrong(programs, spill_dir, host_memory=host_memory)["equal"] >= num / 3
+    found = assert_never_wrong(programs, spill_dir, host_memory=host_memory, fail_write=fail_write)
+    assert found["equal"] >= num / 3
 
 
 def _nothing(*args, **kwargs):

@@ -235,13 +235,15 @@ def test_where_pytorch_has_tensors_in_whole_pages_what_one_leaves_fits_the_next_
 def test_a_setting_of_pytorch_is_told_by_addresses():
     """The recipes turn it on, where a user has not said otherwise."""
     ask = "import recipes; from lightning_ssd.memory.malloc import *; print(has_whole_pages(), malloc_name())"
-    with_pages, without = run(ask, ("env", "-u", PAGES_VARIABLE, sys.executable)), run(ask, **OFF)
+    fakes = "; from torch._subclasses.fake_tensor import FakeTensorMode; FakeTensorMode().__enter__()"
+    again = fakes + "; has_whole_pages.cache_clear(); print(has_whole_pages())"
+    with_pages, faked = run(ask + again, ("env", "-u", PAGES_VARIABLE, sys.executable)).splitlines()
+    without = run(ask, **OFF)
     assert with_pages.startswith("True glibc ")
     assert with_pages.endswith(", tensors in whole pages")
+    assert faked == "True"
     assert without.startswith("False glibc ")
     assert "pages" not in without
-    fakes = "from torch._subclasses.fake_tensor import FakeTensorMode\nFakeTensorMode().__enter__()\n"
-    assert run(fakes + ask.replace("malloc_name()", ""), **ON) == "True"
 
 
 def test_a_foreign_malloc_is_left_alone(monkeypatch):

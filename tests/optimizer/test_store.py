@@ -18,7 +18,7 @@ from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import StagedMover
 from lightning_ssd.tiers.ssd import SsdTier
-from tests.support.faults import always, eio, enospc
+from tests.support.faults import always, eio
 from tests.support.late import StreamOfThread
 from tests.support.patience import PATIENCE_S
 from tests.support.state_stores import (
@@ -264,28 +264,6 @@ def test_each_stuck_subgroup_has_one_more_slot_until_it_is_written(drive, tmp_pa
         assert store.slots.lent_bytes == 0
         assert mapped_bytes(store) <= 2 * NBYTES
         assert_all_hold(store, range(3), 3)
-
-
-def test_the_other_directory_takes_over(drive, tmp_path, monkeypatch):
-    full, other = (tmp_path / name for name in ("full", "other"))
-    full.mkdir()
-    other.mkdir()
-    write = drive.write
-
-    def write_to_the_other(arena, region, offset):
-        if arena.directory == full:
-            raise enospc()
-        write(arena, region, offset)
-
-    monkeypatch.setattr(drive, "write", write_to_the_other)
-    with store_on(drive, full, other) as store:
-        for value in (1, 2):
-            put_all(store, range(6), value)
-        store.flush()
-        assert store.take_warning() is None
-        assert [arena.used_bytes for arena in store.tier._arenas] == [0, 6 * NBYTES]
-        assert store.num_slots == 2
-        assert_all_hold(store, range(6), 2)
 
 
 def test_a_write_that_fails_while_the_drives_close_kills_no_worker(drive, tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.memory.file_mapping import FileView
 from tests.support.optimizer_pairs import Pair, adamw, offloaded_pair, wrapped
-from tests.support.trainers import Net
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -238,11 +237,6 @@ def test_closing_hands_back_all_but_what_cannot_be_mapped(shapes, spill_dir, mon
     for number in range(1, len(shapes)):
         for key, value in pair.twin.state[pair.plain[number]].items():
             assert torch.equal(state[pair.mine[number]][key], value)
-
-
-class Fits(Net):
-    def configure_optimizers(self):
-        return keeps("tensor of tensors")(self.parameters())
 
 
 def test_wrapped_tensors_that_two_parameters_share_are_refused(spill_dir):

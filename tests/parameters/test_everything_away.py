@@ -13,7 +13,7 @@ from lightning_ssd.errors import OutOfSpaceError, StorageError
 from lightning_ssd.parameters.files import mapped_storage, weight_files
 from lightning_ssd.planning import update_memory
 from tests.support.offloaders import offloaders
-from tests.support.pairs import pairwise
+from tests.support.pairs import some_of_each
 from tests.support.threads import at_once
 from tests.support.weight_loops import (
     MIN_TENSOR,
@@ -50,8 +50,8 @@ def expected_of(program):
     return Loop(**PROGRAMS[program]).run().result()
 
 
-@pairwise("program, activations, away", PROGRAMS, ["keep", "offload", "recompute"], AWAY)
-def test_bits(program, activations, away, spill_dir, monkeypatch):
+@some_of_each("program, away, activations", PROGRAMS, AWAY, ["keep", "offload", "recompute"])
+def test_bits(program, away, activations, spill_dir, monkeypatch):
     is_late = "device" in away
     if is_late:  # an update in many parts, of which some are slices of a weight
         monkeypatch.setattr(update_memory, "_MIN_SUBGROUP_BYTES", 1 << 17)

@@ -19,6 +19,10 @@ MARKS = [
     pytest.mark.filterwarnings("ignore:You have set log_momentum=True, but some optimizers do not"),
     pytest.mark.usefixtures("many_subgroups"),
 ]
+ALL_AWAY = pytest.mark.parametrize(
+    "what_is_away", ["everything", pytest.param("states", marks=pytest.mark.exhaustive)], indirect=True
+)
+"""For what changes the model; of the other tests states alone are the default."""
 SHORT = {"limit_train_batches": 4, "limit_val_batches": 1}
 AWAY = {
     "activations": {"optimizer_states": "keep"},

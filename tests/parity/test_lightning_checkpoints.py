@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, OnExcep
 
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from tests.parity.lightning_nets import Failing
-from tests.parity.lightning_pairs import MARKS, all_on_ssd, assert_moved, both, everything
+from tests.parity.lightning_pairs import ALL_AWAY, MARKS, all_on_ssd, assert_moved, both, everything
 from tests.support.helpers import assert_identical
 from tests.support.trainers import NUM_BATCHES, Net, fit, make_trainer
 
@@ -119,6 +119,7 @@ class Finetuned(Net):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
+@ALL_AWAY
 def test_frozen_parameters_join_later(spill_dir):
     both(Finetuned, spill_dir, lambda directory: {"callbacks": [Unfreezes()], "max_epochs": 3})
 

@@ -4,6 +4,7 @@ Each with activations and states, or with weights and gradients as well, some wi
 are exhaustive.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -26,7 +27,7 @@ from lightning.pytorch.strategies import Strategy
 
 import tests.parity.lightning_nets as nets
 from lightning_ssd.errors import BudgetError
-from tests.parity.lightning_pairs import MARKS, all_on_ssd, assert_moved, both, everything
+from tests.parity.lightning_pairs import ALL_AWAY, MARKS, all_on_ssd, assert_moved, both, everything
 from tests.support.helpers import assert_identical
 from tests.support.trainers import BAREBONES, BATCH_SIZE, NUM_BATCHES, ManualNet, Net, fit, make_trainer, result
 
@@ -106,12 +107,6 @@ def test_features(name, tmp_path):
     both(FEATURES[name][0], tmp_path, FEATURES[name][1])
 
 
-ALL_AWAY = pytest.mark.parametrize(
-    "what_is_away", ["everything", pytest.param("states", marks=pytest.mark.exhaustive)], indirect=True
-)
-"""For what changes the model; of the other tests states alone are the default."""
-
-
 # -- ways of making modules -----------------------------------------------------------------------------------------
 
 
@@ -146,9 +141,7 @@ def compiled(how):
     return module
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("module", marks=pytest.mark.filterwarnings("ignore:Net is compiled as a whole")), "blocks"]
-)
+@pytest.mark.parametrize("how", ["module", "blocks"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("fresh_compiler")
@@ -156,7 +149,9 @@ def test_compiled(how, tmp_path):
     def settings(directory):
         return {"limit_train_batches": 3, "limit_val_batches": 0}
 
-    both(partial(compiled, how), tmp_path, settings)
+    told = r"Net is compiled as a whole.*for block in model\.blocks: block\.compile"
+    with pytest.warns(UserWarning, match=told) if how == "module" else nullcontext():
+        both(partial(compiled, how), tmp_path, settings)
 
 
 # -- callbacks that change the model or the optimizer ----------------------------------------------------------------

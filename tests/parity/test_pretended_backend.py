@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="PyTorch has one accelerator, and has one here"
 )
 EXHAUSTIVE = pytest.mark.exhaustive
-DEFAULT = ("states-auto", "side-stream", "flipped-bits")
+DEFAULT = ("states-auto", "side-stream", "flipped-bits", "failing-writes")
 MODELS = [name for name in FAMILIES if name != "lstm"]  # on a device PyTorch asks for an operator that no CPU has
 
 

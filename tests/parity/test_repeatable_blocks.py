@@ -18,8 +18,6 @@ import torch
 from torch import nn
 
 from lightning_ssd.errors import ConfigError, RecomputeError
-from lightning_ssd.recompute.call_state import CallState
-from lightning_ssd.recompute.fingerprint import Fingerprint
 from tests.parity.models import floats
 from tests.parity.recomputing import recompute_what_may_be
 from tests.support.helpers import Raised, Session, Setup, assert_identical, open_offloader, outcome
@@ -164,17 +162,9 @@ def recomputed(program: Callable[[Session], Any], directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_what_a_block_remembers_is_changed_once(times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_block_remembers_is_changed_once(times: int, tmp_path: Path) -> None:
     program = training(Remembering, Remembering, times=times)
-    expected = plainly(program)
-    assert_identical(recomputed(program, tmp_path), expected)
-
-    # Without putting back, the gradients would be wrong, and only what is saved would tell.
-    monkeypatch.setattr(CallState, "as_before", lambda state, run, *args, **kwargs: run(*args, **kwargs))
-    assert recomputed(program, tmp_path).type == RecomputeError.__name__
-    monkeypatch.setattr(Fingerprint, "difference", lambda one, other: None)
-    with pytest.raises(AssertionError, match=r"the bits differ|second time"):
-        assert_identical(recomputed(program, tmp_path), expected)
+    assert_identical(recomputed(program, tmp_path), plainly(program))
 
 
 class Difficult(Block):

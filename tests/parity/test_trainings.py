@@ -1,6 +1,6 @@
 """Whole trainings, bit for bit: what people train, with whatever of it waits on a drive.
 
-Of the matrix each training meets each way of treating activations, all else in pairs; the rest is exhaustive.
+Of the matrix each training meets two ways of treating activations; the rest is exhaustive.
 """
 
 import functools
@@ -31,7 +31,7 @@ from tests.support.helpers import (
     outcome,
 )
 from tests.support.late import late_copies
-from tests.support.pairs import pairwise
+from tests.support.pairs import some_of_each
 
 pytestmark = pytest.mark.usefixtures("many_subgroups")
 
@@ -86,7 +86,7 @@ def training_of(name, steps, seen=lambda model: model):
     )
 
 
-@pairwise("name, activations, away, device", TRAININGS, ACTIVATIONS, AWAY, ["host", "late"])
+@some_of_each("name, activations, away, device", TRAININGS, ACTIVATIONS, AWAY, ["host", "late"])
 def test_training_is_exact(name, activations, away, device, tmp_path):
     """Losses, gradients, norms, weights, buffers and states."""
     setup, made = ACTIVATIONS[activations], []

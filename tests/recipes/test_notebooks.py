@@ -25,7 +25,7 @@ GPU_SECTION = "## What a GPU would change"
 MAX_PICTURE_BYTES = 100_000
 
 
-SMALLER = {"n_layer=6": "n_layer=3", "vocab_size=4096": "vocab_size=1024"}
+SMALLER = {"n_layer=6": "n_layer=3", "vocab_size=4096": "vocab_size=1024", "STEPS = 3": "STEPS = 2"}
 """What a new run has in place of the quickstart's sizes."""
 
 

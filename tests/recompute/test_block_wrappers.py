@@ -351,6 +351,3 @@ def test_the_class_may_change_later() -> None:
         assert [wrapper.name for wrapper in blocks._wrappers] == ["block"]
         block.__class__ = type("Sharded", (Half,), {"forward": lambda self, x: Half.forward(self, x) + 1})
         assert torch.equal(block(x), expected + 1)
-
-
-SHOWN: set[tuple[int, int]] = set()

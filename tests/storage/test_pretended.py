@@ -26,11 +26,12 @@ from lightning_ssd.tiers.copy_paths import ArenaMover, DeviceMover, StagedMover
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.tier import Tier
-from tests.support.helpers import assert_identical
+from tests.parity import models
+from tests.support.helpers import DRAINED, EAGER, assert_identical, assert_parity
 from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S
 from tests.support.pretended import PretendedMark
-from tests.support.pretended_training import DriveOfDevice, on, pretended_device
+from tests.support.pretended_training import DriveOfDevice, on, poisoned_memory, pretended_device
 from tests.support.state_stores import CPU, put
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
@@ -544,3 +545,11 @@ def test_a_host_that_touches_memory_of_the_device_is_seen():
         assert [fault.split(" (")[0] for fault in device.faults] == [
             "a checksum was computed: this is memory of the device"
         ]
+
+
+def test_training_in_poisoned_host_memory_is_exact(spill_dir):
+    """Without streams: reloads on a CPU go to memory of a pool."""
+    with poisoned_memory() as poisoned:
+        assert_parity(models.checkpointed("alternate"), spill_dir, setups=[DRAINED, EAGER])
+        assert_parity(models.FAMILIES["convolutions-channels-last"](), spill_dir, setups=[DRAINED])
+    assert poisoned, "no memory came back"

@@ -39,8 +39,6 @@ def package(request):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr("lightning_ssd.planning.update_memory._MIN_SUBGROUP_BYTES", 192 << 10)
-    with trainers.one_thread():
-        yield
 
 
 def offloading(directory, **policy):

@@ -3,7 +3,6 @@
 import os
 import stat
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -88,7 +87,7 @@ def test_a_save_that_fails_leaves_what_was_there(there, tmp_path):
     assert not there or torch.equal(torch.load(path)["a"], torch.ones(3))
 
 
-def test_an_interrupt_before_the_first_record_does_not_end_the_process(tmp_path):
+def test_an_interrupt_before_the_first_record_does_not_end_the_process(tmp_path, forks):
     """Found by SIGINT at random moments. The writer outlives the file, and PyTorch then ends the archive in C++."""
     path = tmp_path / "last.ckpt"
     script = """
@@ -108,7 +107,7 @@ except KeyboardInterrupt:
     print("obeyed")
 print("alive")
 """
-    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=False)
+    done = subprocess.run([*forks, "-c", script, str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["obeyed", "alive"]), done.stderr
     assert not os.listdir(tmp_path)
 

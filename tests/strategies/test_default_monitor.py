@@ -16,15 +16,9 @@ from lightning_ssd.strategies.default_monitor import DefaultMonitor
 from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from tests.strategies.test_monitor import KEYS_ON_CPU, RecordingLogger, read_csv
-from tests.support.trainers import BAREBONES, LIGHTNING_NOISE, Net, fit, make_trainer, one_thread
+from tests.support.trainers import BAREBONES, LIGHTNING_NOISE, Net, fit, make_trainer
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 def strategy_for(directory, **options):

@@ -1,6 +1,5 @@
 """``Fabric(strategy="ssd_offload")``: the same bits as Fabric's own strategies, checkpoints, one device."""
 
-import gc
 
 import pytest
 import torch
@@ -15,14 +14,8 @@ from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
 from tests.support.loops import WINDOW, Conv, Gpt, Loop, batches, drain, make_fabric, more_steps, ours
-from tests.support.trainers import one_thread
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
-    gc.collect()  # a Fabric is a cycle
+pytestmark = pytest.mark.usefixtures("collected")
 
 
 def assert_moved(stats):

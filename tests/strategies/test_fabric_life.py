@@ -16,14 +16,8 @@ from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
 from tests.support.loops import Gpt, Loop, batches, loss_of, make_fabric, more_steps, ours
-from tests.support.trainers import one_thread
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
-    gc.collect()  # a Fabric is a cycle
+pytestmark = pytest.mark.usefixtures("collected")
 
 
 def hooks_are_installed():

@@ -23,7 +23,7 @@ from lightning_ssd.memory import gauge
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
-from tests.support.trainers import make_trainer, one_thread
+from tests.support.trainers import make_trainer
 
 WIDTH = 64
 EVERYTHING: dict[str, Any] = {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"}
@@ -33,12 +33,6 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 
 # -- one process -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from lightning_ssd.telemetry.metrics import METRICS
 from lightning_ssd.telemetry.stats import describe_held, saved_pct
 from tests.support.patience import PATIENCE_S
-from tests.support.trainers import BAREBONES, LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer, one_thread
+from tests.support.trainers import BAREBONES, LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 
@@ -38,12 +38,6 @@ ABSENT = {
 }
 KEYS_ON_CPU = {metric.key for metric in METRICS} - PLAN_KEYS - ABSENT
 BAR = {"saved%"}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 class RecordingLogger(Logger):

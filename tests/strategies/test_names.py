@@ -15,7 +15,7 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies.names import POLICIES, register_strategy
 from recipes.schema import SCHEMA
 from tests.support.helpers import assert_identical
-from tests.support.trainers import LIGHTNING_NOISE, Net, fit, one_thread, result
+from tests.support.trainers import LIGHTNING_NOISE, Net, fit, result
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 NAMES = {
@@ -48,9 +48,8 @@ def test_a_name_means_a_policy(name):
 
 @pytest.mark.parametrize("name", ["ssd_offload_everything", "ssd_recompute_offload"])
 def test_a_name_trains_as_without_us(name, tmp_path):
-    with one_thread():
-        wide = partial(Net, width=512)  # weights of at least min_tensor_bytes
-        trainings = [fit(wide, strategy, tmp_path, limit_val_batches=0) for strategy in ("auto", name)]
+    wide = partial(Net, width=512)  # weights of at least min_tensor_bytes
+    trainings = [fit(wide, strategy, tmp_path, limit_val_batches=0) for strategy in ("auto", name)]
     for value in (lambda trainer, module: result(module), lambda trainer, module: trainer.optimizers[0].state_dict()):
         assert_identical(value(*trainings[1]), value(*trainings[0]))
 
@@ -70,9 +69,8 @@ def test_a_name_of_the_users_own(my_name, tmp_path):
     assert len({id(trainer.strategy) for trainer in trainers}) == 2
     assert [(one.strategy.policy, one.strategy.hardware) for one in trainers] == [(policy, hardware)] * 2
     assert Fabric(strategy=my_name, accelerator="cpu", devices=1).strategy.policy == policy
-    with one_thread():
-        _, expected = fit(Net, "auto", tmp_path)
-        trainer, module = fit(Net, my_name, tmp_path)
+    _, expected = fit(Net, "auto", tmp_path)
+    trainer, module = fit(Net, my_name, tmp_path)
     assert_identical(result(module), result(expected))
     assert trainer.strategy.stats.bytes_written > 0
 

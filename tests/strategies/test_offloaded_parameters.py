@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_ssd import HardwareProfile, OffloadPolicy, SSDOffloadStrategy
@@ -20,9 +20,9 @@ from lightning_ssd.parameters.device_weights import DeviceWeights
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
-from tests.support.pairs import pairwise
+from tests.support.pairs import each_once
 from tests.support.pretended_training import everything_there
-from tests.support.trainers import LIGHTNING_NOISE, WIDTH, Block, Net, fit, make_trainer, one_thread, result
+from tests.support.trainers import LIGHTNING_NOISE, WIDTH, Block, Net, fit, make_trainer, result
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 
@@ -69,14 +69,8 @@ KINDS = {"frozen": FROZEN, "weights": WEIGHTS, "gradients": GRADIENTS, "everythi
 def kind(request: pytest.FixtureRequest, small_subgroups: None) -> Iterator[Kind]:
     """Where it is on a device, that is pretended."""
     chosen = KINDS[request.param]
-    with one_thread(), everything_there() if chosen.is_on_device else nullcontext():
+    with everything_there() if chosen.is_on_device else nullcontext():
         yield chosen
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def strategy(directory: Path, kind: Kind = FROZEN, make: Any = SSDOffloadStrategy, **options: Any) -> Any:
@@ -87,6 +81,10 @@ def strategy(directory: Path, kind: Kind = FROZEN, make: Any = SSDOffloadStrateg
     )
 
 
+WITHOUT_A_DEVICE = pytest.mark.parametrize(
+    "kind", ["frozen", pytest.param("weights", marks=pytest.mark.exhaustive)], indirect=True
+)
+"""By default: those of a simulated device take several times as long."""
 TRAINERS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "mixed, clipped by norm": {"precision": "bf16-mixed", "gradient_clip_val": 0.01},
@@ -99,7 +97,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pairwise("kind, activations, name", KINDS, ["auto", "offload", "keep"], TRAINERS, indirect=["kind"])
+@each_once("kind, activations, name", KINDS, ["auto", "offload", "keep"], TRAINERS, indirect=["kind"])
 def test_training_is_lightning_s_own(kind: Kind, activations: str, name: str, tmp_path: Path) -> None:
     _, expected = fit(kind.make, "auto", tmp_path, **TRAINERS[name])
     ours = strategy(tmp_path, kind, activations=activations)
@@ -184,7 +182,7 @@ def test_without_training(activity: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # on purpose without its callback
-@pytest.mark.parametrize("kind", ["frozen", "weights"], indirect=True)
+@WITHOUT_A_DEVICE
 def test_checkpoints_are_lightning_s_own_and_resume(kind: Kind, tmp_path: Path) -> None:
     def saved(name: str, own: Any) -> Path:
         saving = ModelCheckpoint(tmp_path / name, save_last=True)
@@ -205,7 +203,7 @@ def test_checkpoints_are_lightning_s_own_and_resume(kind: Kind, tmp_path: Path) 
         assert_identical(other, resumed[0])
 
 
-@pytest.mark.parametrize("kind", ["frozen", "weights"], indirect=True)
+@WITHOUT_A_DEVICE
 def test_fit_twice_then_test(kind: Kind, tmp_path: Path) -> None:
     found = []
     for is_ours in (False, True):
@@ -215,32 +213,6 @@ def test_fit_twice_then_test(kind: Kind, tmp_path: Path) -> None:
         make_trainer(own[2], tmp_path).test(module, verbose=False)
         found.append(result(module))
     assert own[1].stats.weights_bytes >= 3 * BLOCK_BYTES
-    assert_identical(found[1], found[0])
-
-
-class Frugal(Tuned):
-    """Its optimizer has what is trained, as finetuning wants it."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-
-class Unfreezes(BaseFinetuning):
-    """The last block is trained from the second epoch on."""
-
-    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
-        pass
-
-    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.blocks[2], optimizer, lr=1e-2)
-
-
-def test_weights_that_are_unfrozen_while_they_wait(tmp_path: Path) -> None:
-    found = []
-    for own in ("auto", strategy(tmp_path)):
-        _, module = fit(Frugal, own, tmp_path, callbacks=[Unfreezes()], max_epochs=3)
-        found.append(result(module))
     assert_identical(found[1], found[0])
 
 

@@ -13,18 +13,20 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo"),
 ]
-LIKE_DDP = ("plain", "accumulate", "collectives", "unused", "manual", "static-manual", "comm-hook")
-OTHERS = ("agreed", "states", "weights", "impossible", "worn", "forgotten")
-CALLBACK = ("ddp", "ddp-auto", "ddp-accumulate", "ddp-manual", "fsdp2", "tensor-parallel")
 DEFAULT: dict[str, tuple[str, ...]] = {
-    "ddp_script": (*LIKE_DDP, *OTHERS),
+    "ddp_script": (
+        *("plain", "accumulate", "collectives", "unused", "manual", "comm-hook"),
+        *("agreed", "states", "weights", "impossible"),
+    ),
     "second_package ddp_script": ("plain", "states"),
     "fabric_script": ("gpt", "conv", "uneven", "collectives", "checkpoint", "refused"),
-    "callback_script": CALLBACK,
+    "callback_script": ("ddp", "ddp-auto", "fsdp2"),
     "fsdp_script": ("training", "optimizers", "activations", "after_fit"),
     "fsdp_away_script": ("frozen", "trained"),
 }
 EXHAUSTIVE: list[tuple[str, tuple[str, ...]]] = [
+    ("ddp_script", ("static-manual", "worn", "forgotten")),
+    ("callback_script", ("ddp-accumulate", "ddp-manual", "tensor-parallel")),
     ("second_package ddp_script", ("accumulate", "manual")),
     ("second_package fabric_script", ("checkpoint",)),
     ("second_package callback_script", ("ddp", "fsdp2")),

@@ -115,7 +115,7 @@ IN_EITHER_ORDER = """
 @pytest.mark.parametrize(
     ("first", "other"),
     [
-        ("lightning_ssd", "pytorch_lightning"),
+        pytest.param("lightning_ssd", "pytorch_lightning", marks=pytest.mark.exhaustive),
         ("lightning_fabric", "lightning_ssd"),
         pytest.param("lightning_ssd", "lightning_fabric", marks=pytest.mark.exhaustive),
         pytest.param("pytorch_lightning", "lightning_ssd", marks=pytest.mark.exhaustive),
@@ -135,11 +135,8 @@ def test_the_order_of_imports_does_not_matter(first, other):
 def test_the_monitor_logs_as_ever(tmp_path):
     monitor, strategy = OffloadMonitor(prog_bar=False), TRAINERS.offload_strategy(tmp_path, activations="offload")
     logger = pytorch_lightning.loggers.CSVLogger(tmp_path)
-    with TRAINERS.one_thread():
-        _, expected = TRAINERS.fit(TRAINERS.Net, "auto", tmp_path)
-        _, module = TRAINERS.fit(
-            TRAINERS.Net, strategy, tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=1
-        )
+    _, expected = TRAINERS.fit(TRAINERS.Net, "auto", tmp_path)
+    _, module = TRAINERS.fit(TRAINERS.Net, strategy, tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=1)
     assert_identical(TRAINERS.result(module), TRAINERS.result(expected))
     assert "saved activations" in monitor.summary
     assert "io/write_gib" in (Path(logger.log_dir) / "metrics.csv").read_text()

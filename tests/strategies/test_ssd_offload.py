@@ -25,18 +25,11 @@ from tests.support.trainers import (
     fit,
     make_trainer,
     offload_strategy,
-    one_thread,
     result,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 # -- the same results -------------------------------------------------------------------------------------------------
@@ -160,18 +153,6 @@ def test_interactive_sessions(tmp_path):
 
 
 # -- compiled modules -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_lightning_module_is_accepted_with_a_warning(tmp_path):
-    def compiled():
-        module = Net()
-        module.log = lambda *args, **kwargs: None  # logging inside a graph is Lightning's own trouble
-        return torch.compile(module, backend="aot_eager")
-
-    with pytest.warns(UserWarning, match=r"Net is compiled as a whole.*for block in model\.blocks: block\.compile"):
-        trainer, _ = fit(compiled, offload_strategy(tmp_path), tmp_path, max_steps=2)
-    assert trainer.strategy.stats.bytes_saved > 0
 
 
 @pytest.mark.filterwarnings("ignore")  # of whole modules, and of what PyTorch does while it compiles them

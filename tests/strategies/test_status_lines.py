@@ -5,6 +5,7 @@ import pytest
 from tests.support.terminal import run_on_terminal, screen
 
 TRAINING = """
+import warnings
 from functools import partialmethod
 from pathlib import Path
 from lightning.pytorch.callbacks import ModelCheckpoint, {bar}
@@ -12,6 +13,7 @@ from lightning_ssd import HardwareProfile, OffloadMonitor, OffloadPolicy, SSDOff
 from lightning_ssd.common import status_line, task
 from tests.support.trainers import Net, make_trainer
 
+warnings.simplefilter("ignore")
 task.DELAY_S = 0.0
 status_line.StatusLine.__init__.__kwdefaults__["delay_s"] = 0.0  # all work takes long
 status_line._Line.__init__ = partialmethod(status_line._Line.__init__, mininterval=0.0)
@@ -32,8 +34,8 @@ NUMBERS = ("saved%",)
 
 
 @pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
-def test_bars_stay_as_they_are(bar, tmp_path):
-    written = run_on_terminal(TRAINING.format(bar=bar, directory=str(tmp_path)))
+def test_bars_stay_as_they_are(bar, tmp_path, forks):
+    written = run_on_terminal(TRAINING.format(bar=bar, directory=str(tmp_path)), begin=forks)
     assert all(doing in written for doing in IN_SETUP)
     # A live display of rich would keep what is written beside it.
     assert all((doing in written) == (bar == "TQDMProgressBar") for doing in IN_TRAINING)

@@ -7,15 +7,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from lightning_ssd import HardwareProfile
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
-from tests.support.trainers import LIGHTNING_NOISE, Net, fit, one_thread
+from tests.support.trainers import LIGHTNING_NOISE, Net, fit
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

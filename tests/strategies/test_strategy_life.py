@@ -19,18 +19,11 @@ from tests.support.trainers import (
     fit,
     make_trainer,
     offload_strategy,
-    one_thread,
     result,
     step_after_fit,
 )
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    with one_thread():
-        yield
 
 
 # -- the life of the offloader ----------------------------------------------------------------------------------------
@@ -57,22 +50,6 @@ def test_validation_test_and_prediction_open_nothing(tmp_path):
     assert len(trainer.predict(module)) == 6
     assert strategy.offloader is None
     assert not (tmp_path / "spill").exists()
-
-
-def test_fit_twice(tmp_path):
-    def twice(strategy):
-        trainer, module = fit(Net, strategy, tmp_path)
-        trainer.fit_loop.max_epochs += 1
-        trainer.fit(module)
-        return trainer, module
-
-    _, expected = twice("auto")
-    trainer, module = twice(offload_strategy(tmp_path, activations="offload"))
-    assert_identical(result(module), result(expected))
-    # Saved tensors of one epoch: counters begin anew with each fit.
-    once, _ = fit(Net, offload_strategy(tmp_path, activations="offload"), tmp_path)
-    assert trainer.strategy.stats.bytes_saved == once.strategy.stats.bytes_saved
-    assert_nothing_left(tmp_path)
 
 
 class UnloggedLBFGS(Unlogged, LBFGSNet):

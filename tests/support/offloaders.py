@@ -16,7 +16,7 @@ def offloaders(directory, policy, *, is_late=False):
         is_late: they are for a device whose copies end late, with ``host_memory`` 0 unless it is told.
     """
     made = []
-    with late_copies(max_delay_s=0.001) if is_late else nullcontext() as copies:
+    with late_copies(max_delay_s=0.0005) if is_late else nullcontext() as copies:
 
         def make(*modules, **options):
             named = {name: options.pop(name) for name in ("_wrap_backend", "agree") if name in options}

@@ -16,15 +16,35 @@ def pairwise(names, *axes, indirect=()):
     return pytest.mark.parametrize(names, list(_marked([list(axis) for axis in axes])), indirect=list(indirect))
 
 
-def each_once(names, *axes):
+def each_once(names, *axes, indirect=()):
     """Return what does the same, where each value is to be in one default test at least, whatever it meets there.
 
     Args:
         names: of the arguments, separated by commas.
         axes: the values of each argument.
+        indirect: the arguments that are parameters of fixtures.
     """
     lists = [list(axis) for axis in axes]
     chosen = {tuple(turn % len(axis) for axis in lists) for turn in range(max(map(len, lists)))}
+    return pytest.mark.parametrize(names, list(_params(lists, chosen)), indirect=list(indirect))
+
+
+def some_of_each(names, values, *axes, num=2):
+    """Return what does the same, where each value of the first argument is in some default tests.
+
+    Args:
+        names: of the arguments, separated by commas.
+        values: of the first argument.
+        axes: the values of each other argument: those of the first one are other ones in each of these tests.
+        num: how many tests.
+    """
+    lists = [list(values), *(list(axis) for axis in axes)]
+    size, others = len(lists[1]), list(product(*(range(len(axis)) for axis in lists[2:])))
+    chosen = {
+        (number, (number + turn * (size // num)) % size, *others[(number // size + turn) % len(others)])
+        for number in range(len(lists[0]))
+        for turn in range(num)
+    }
     return pytest.mark.parametrize(names, list(_params(lists, chosen)))
 
 

@@ -113,7 +113,7 @@ class PretendedDevice:
 
     def __init__(self, *, seed=0, lag_s=0.002, real=_where_it_is):
         self.faults = []
-        self.num_copies = self.num_backwards = 0
+        self.num_copies = 0
         self.copy_streams = {"in", "out"}
         """Whoever copies holds the memory himself."""
         self._real = real

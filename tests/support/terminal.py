@@ -17,13 +17,18 @@ _NUM_COLUMNS = 200
 _TOKENS = re.compile(r"\x1b\[\??([0-9;]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)")
 
 
-def run_on_terminal(source, env=None):
-    """Run Python source with standard output and error on a terminal, and return all that was written to it."""
+def run_on_terminal(source, env=None, begin=(sys.executable, "-W", "ignore")):
+    """Run Python source with standard output and error on a terminal, and return all that was written to it.
+
+    Args:
+        source: of the program.
+        env: variables besides those of the tests.
+        begin: the command before ``-c``.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, _NUM_COLUMNS, 0, 0))
     environment = {**os.environ, "TERM": "xterm", **(env or {})}
-    command = [sys.executable, "-W", "ignore", "-c", source]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as child:
+    with subprocess.Popen([*begin, "-c", source], stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as child:
         os.close(theirs)
         written = bytearray()
         while True:
