@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from lightning_ssd.common.waiting import Latch
-from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.files.cache_reader import CacheReader, Read
-from lightning_ssd.parameters.files.mapped_storage import MappedStorage, unreadable
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, naming
 from lightning_ssd.parameters.pager import Pager, Unit, Weight
 
 __all__ = ["MappedPager", "bring_in"]
@@ -80,15 +79,8 @@ class MappedPager(Pager[MappedStorage]):
 
 def bring_in(weight: Weight[MappedStorage], *, to_stay: bool = False) -> None:
     """Block until a weight is in memory."""
-    try:
-        if to_stay:
-            weight.memory.bring_in_to_stay()
-        else:
-            weight.memory.bring_in()
-    except StorageError:  # it says all
-        raise
-    except OSError as refusal:
-        raise unreadable(weight.names, weight.memory.nbytes, refusal) from refusal
+    with naming(weight.names, weight.memory.nbytes):
+        weight.memory.bring_in(to_stay=to_stay)
 
 
 def _frozen(unit: Unit[MappedStorage]) -> list[Read]:

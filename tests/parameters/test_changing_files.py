@@ -165,7 +165,7 @@ def test_a_write_that_ends_in_the_middle_leaves_the_gradient_in_memory(ending, f
 # -- what it costs where none waits ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sends_out", [MappedStorage.send_out, lambda mapped: mapped.send_out_part(0, mapped.nbytes)])
+@pytest.mark.parametrize("sends_out", [MappedStorage.send_out, lambda mapped: mapped.send_out((0, mapped.nbytes))])
 def test_what_is_written_after_closing_is_not_sent_out_by_another_thread(sends_out, files, monkeypatch):
     """One thread ends a backward, and another one closes meanwhile."""
     mapped = files.write(torch.zeros(SIDE).untyped_storage(), changes=True)

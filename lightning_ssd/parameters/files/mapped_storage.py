@@ -11,7 +11,8 @@ import io
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -22,11 +23,13 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES, libc
 from lightning_ssd.storage.spill_file import Arena, Extent
 
-__all__ = ["MappedStorage", "is_mapped", "mapped_storage_of", "unreadable", "write_refusal"]
+__all__ = ["MappedStorage", "Part", "is_mapped", "mapped_storage_of", "naming", "write_refusal"]
 
 _WAIT_BEFORE, _WRITE = 1, 2  # SYNC_FILE_RANGE_WAIT_BEFORE and SYNC_FILE_RANGE_WRITE
 _sync_file_range: Callable[..., int] | None = getattr(libc, "sync_file_range", None)
 
+Part = tuple[int, int]
+"""First byte of some of a storage, and how many they are."""
 _mapped: dict[int, tuple[StorageKey, weakref.ref[MappedStorage]]] = {}
 """All that there are in this process, open or not, by the address of their storages."""
 _never_private: list[MappedStorage] = []
@@ -90,81 +93,65 @@ class MappedStorage:
         _mapped[self.key.cdata] = self.key, weakref.ref(self)
         return storage
 
-    def bring_in(self) -> None:
-        """Read what is not in memory, and map it. Blocks.
+    def _pages(self, part: Part | None) -> tuple[int, int]:
+        """Where in the extent the pages of a part (``None``: of all) begin, and how long they are together."""
+        if part is None:
+            return 0, self._extent.nbytes
+        start = self.start + part[0]
+        first = start // PAGE_BYTES * PAGE_BYTES
+        return first, round_up(start + part[1], PAGE_BYTES) - first
 
-        Raises:
-            OSError: the drive refuses.
-        """
-        view = self._view  # once: another thread may forget it meanwhile
-        if view is not None:
-            view.bring_in(0, self._extent.nbytes)
-
-    def bring_in_to_stay(self) -> None:
-        """As :meth:`bring_in`, and so that the system takes it back late, although it was not used yet."""
-        self.bring_in()
-        with self._sharing:
-            view = self._view  # once, as in bring_in
-            if view is not None and not self._is_private:
-                view.bring_in_again(0, self._extent.nbytes)
-
-    def read(self, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
-        """Have the bytes come to the system's page cache. Blocks.
+    def read(self, scratch: FileView, is_wanted: Callable[[], bool] = lambda: True, part: Part | None = None) -> None:
+        """Have the bytes come to the system's page cache alone. Blocks.
 
         Args:
-            scratch: shows them meanwhile, part by part.
-            is_wanted: asked before each part; the rest is left where it says no.
+            scratch: shows them meanwhile, piece by piece.
+            is_wanted: asked before each piece; the rest is left where it says no.
+            part: which of them; ``None``: all.
 
         Raises:
             OSError: the drive refuses.
         """
-        self.read_part(0, self.nbytes, scratch, is_wanted)
+        first, length = self._pages(part)
+        if not self._is_private:
+            with self.arena.use() as fd:
+                scratch.read(fd, self._extent.offset + first, length, is_wanted)
 
-    def send_out(self) -> None:
-        """Take the pages out of this process, unless something would be lost."""
-        self._send_out(0, self._extent.nbytes)
+    def bring_in(self, part: Part | None = None, *, changes: bool = False, to_stay: bool = False) -> None:
+        """Read what is not in memory, and map it. Blocks.
 
-    def _send_out(self, start: int, nbytes: int) -> None:
+        Args:
+            part: which bytes, and the rest of their pages; ``None``: all.
+            changes: all of them will be written to.
+            to_stay: the system takes them back late, although they were not used yet.
+
+        Raises:
+            OSError: the drive refuses.
+        """
+        view, pages = self._view, self._pages(part)  # once: another thread may forget the view meanwhile
+        if view is None or (changes and self._is_private):
+            return
+        view.bring_in(*pages, changes=changes)
+        if to_stay:
+            with self._sharing:
+                if self._view is not None and not self._is_private:
+                    view.bring_in_again(*pages)
+
+    def send_out(self, part: Part | None = None) -> None:
+        """Take pages out of this process, unless something would be lost."""
         if self._is_private:  # what was written would be lost; or as in a fork, see make_private
             return
         with self._sharing:
             view = self._view
             if view is not None and not self._is_private:
-                view.send_out(start, nbytes)
+                view.send_out(*self._pages(part))
 
-    def read_part(self, start: int, nbytes: int, scratch: FileView, is_wanted: Callable[[], bool]) -> None:
-        first, length = self._pages(start, nbytes)
-        if not self._is_private:
-            with self.arena.use() as fd:
-                scratch.read(fd, self._extent.offset + first, length, is_wanted)
-
-    def _pages(self, start: int, nbytes: int) -> tuple[int, int]:
-        """Where in the extent the pages of some bytes begin, and how long they are together."""
-        start += self.start
-        first = start // PAGE_BYTES * PAGE_BYTES
-        return first, round_up(start + nbytes, PAGE_BYTES) - first
-
-    def bring_in_part(self, start: int, nbytes: int, *, changes: bool) -> None:
-        """Read and map some bytes, and the rest of their pages. Blocks.
-
-        Args:
-            start: the first one.
-            nbytes: how many.
-            changes: all of them will be written to.
-        """
-        view = self._view
-        if view is not None and not self._is_private:
-            view.bring_in(*self._pages(start, nbytes), changes=changes)
-
-    def send_out_part(self, start: int, nbytes: int) -> None:
-        self._send_out(*self._pages(start, nbytes))
-
-    def begin_writing_part(self, start: int, nbytes: int) -> None:
+    def begin_writing(self, part: Part) -> None:
         """Have the system begin to write some bytes, and the rest of their pages, to the drive.
 
         Seldom waits: where the drive has as much to do as it takes.
         """
-        first, length = self._pages(start, nbytes)
+        first, length = self._pages(part)
         if not self._is_private:
             with self.arena.use() as fd:
                 _begin_writing(fd, self._extent.offset + first, length)
@@ -259,11 +246,17 @@ def write_refusal(fd: int) -> OSError | None:
     return OSError(ctypes.get_errno(), "") if failed else None
 
 
-def unreadable(names: Sequence[str], nbytes: int, error: OSError) -> StorageError:
-    """Return the error that tells the user of a drive's refusal."""
-    return StorageError(
-        error.errno or errno.EIO,
-        f"weight {', '.join(names)} ({nbytes:,} bytes) could not be read from its drive: "
-        f"{os.strerror(error.errno or errno.EIO)}; training cannot go on without it. Go on from a checkpoint, with "
-        "another drive",
-    )
+@contextmanager
+def naming(names: Sequence[str], nbytes: int) -> Iterator[None]:
+    """Have the error of a drive that refuses to read name the weight."""
+    try:
+        yield
+    except StorageError:  # it says all
+        raise
+    except OSError as refusal:
+        raise StorageError(
+            refusal.errno or errno.EIO,
+            f"weight {', '.join(names)} ({nbytes:,} bytes) could not be read from its drive: "
+            f"{os.strerror(refusal.errno or errno.EIO)}; training cannot go on without it. Go on from a checkpoint, "
+            "with another drive",
+        ) from refusal

@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
-
-import torch
 
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.tensors import Piece
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.memory.host_room import HostRoom
-from lightning_ssd.parameters.files.cache_reader import CacheReader
-from lightning_ssd.parameters.files.mapped_storage import MappedStorage, mapped_storage_of, unreadable
+from lightning_ssd.parameters.files.cache_reader import CacheReader, Read
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, Part, mapped_storage_of, naming
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 
 __all__ = ["UpdatePages"]
+
+_NAMES = ("or gradient that is updated",)
 
 
 class _Run(NamedTuple):
     """Bytes of one storage that an update uses."""
 
     memory: MappedStorage
-    start: int
-    nbytes: int
+    part: Part
     changes: bool
 
-    def read(self, scratch: FileView, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Into the page cache alone: mapped to be written to, they might be written to the drive before they have
-        changed.
-        """
-        self.memory.read_part(self.start, self.nbytes, scratch, is_wanted)
-
-    def map(self) -> None:
-        """To be written to where they will be. Raises as :meth:`read`."""
-        self.memory.bring_in_part(self.start, self.nbytes, changes=self.changes)
+    @property
+    def read(self) -> Read:
+        return partial(self.memory.read, part=self.part)
 
 
 class UpdatePages:
@@ -79,18 +72,18 @@ class UpdatePages:
         yield
         is_short = not self._room.is_enough(lambda: self._files.used_bytes)
         for run in runs:
-            run.memory.send_out_part(run.start, run.nbytes)
+            run.memory.send_out(run.part)
             if is_short and run.changes:
-                run.memory.begin_writing_part(run.start, run.nbytes)
+                run.memory.begin_writing(run.part)
 
     def _bring_in(self, runs: Sequence[_Run]) -> None:
-        """All are read before one is mapped."""
-        for bring_in in (partial(_Run.read, scratch=self._scratch), _Run.map):
-            for run in runs:
-                try:
-                    bring_in(run)
-                except OSError as refusal:
-                    raise unreadable(["or gradient that is updated"], run.memory.nbytes, refusal) from refusal
+        """Read all before one is mapped to be written to: it might be written to the drive before it has changed."""
+        for run in runs:
+            with naming(_NAMES, run.memory.nbytes):
+                run.memory.read(self._scratch, part=run.part)
+        for run in runs:
+            with naming(_NAMES, run.memory.nbytes):
+                run.memory.bring_in(run.part, changes=run.changes)
 
     def close(self) -> None:
         self._weights.close()
@@ -99,16 +92,13 @@ class UpdatePages:
 
 def _runs_of(pieces: Iterable[Piece]) -> Iterator[_Run]:
     for piece in pieces:
-        yield from _runs_in(piece.tensor, piece, changes=True)
-        if piece.tensor.grad is not None:
-            yield from _runs_in(piece.tensor.grad, piece, changes=False)
-
-
-def _runs_in(tensor: torch.Tensor, piece: Piece, *, changes: bool) -> Iterator[_Run]:
-    local = local_of(tensor)
-    memory = mapped_storage_of(local)
-    if memory is not None and not local.is_contiguous():
-        yield _Run(memory, 0, memory.nbytes, changes)
-    elif memory is not None:
-        first = int(local.storage_offset()) + piece.start
-        yield _Run(memory, first * local.itemsize, (piece.stop - piece.start) * local.itemsize, changes)
+        for tensor, changes in ((piece.tensor, True), (piece.tensor.grad, False)):
+            local = None if tensor is None else local_of(tensor)
+            memory = None if local is None else mapped_storage_of(local)
+            if local is None or memory is None:
+                continue
+            part = 0, memory.nbytes
+            if local.is_contiguous():
+                first = int(local.storage_offset()) + piece.start
+                part = first * local.itemsize, (piece.stop - piece.start) * local.itemsize
+            yield _Run(memory, part, changes)
