@@ -19,6 +19,8 @@ class Rates:
 
     write_per_s: float
     read_per_s: float
+    taken_bytes: tuple[int, ...] = ()
+    """Bytes that each directory has taken of all writes, where all were written to at once."""
 
 
 def read_back_ok(

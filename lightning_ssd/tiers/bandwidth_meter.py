@@ -121,7 +121,7 @@ def measure_rates(
         read_s = time.perf_counter() - begin_s
         for trial in trials:
             trial.result()
-    return Rates(len(trials) * chunk / written_s, len(trials) * chunk / read_s)
+    return Rates(len(trials) * chunk / written_s, len(trials) * chunk / read_s, tuple(tier.written_bytes()))
 
 
 def _memory(nbytes: int, device: torch.device) -> torch.UntypedStorage:
