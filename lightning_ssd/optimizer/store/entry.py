@@ -13,7 +13,6 @@ import torch
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.tiers.base import StoredBytes, WriteOwner
-from lightning_ssd.tiers.copy_paths import storage_bytes
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import StreamEvent
@@ -25,7 +24,6 @@ __all__ = [
     "Residency",
     "StoredCopy",
     "SubgroupEntry",
-    "copied",
 ]
 
 
@@ -122,11 +120,6 @@ class SubgroupEntry:
         former, self.copy = self.copy, copy
         if former is not None:
             former.release()
-
-
-def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Return a copy of a storage."""
-    return storage_bytes(storage, 0, storage.nbytes()).clone().untyped_storage()
 
 
 class DeferredReleases:

@@ -28,9 +28,9 @@ from lightning_ssd.optimizer.store.entry import (
     Residency,
     StoredCopy,
     SubgroupEntry,
-    copied,
 )
 from lightning_ssd.tiers.base import OneByOne, StoredBytes
+from lightning_ssd.tiers.copy_paths import storage_bytes
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
@@ -501,7 +501,7 @@ class StateStore:
             home = self._homes[index]
             if home.is_dirty and home.storage is not None:
                 self.slots.used_here(home.storage)
-                return copied(home.storage)
+                return storage_bytes(home.storage, 0, home.storage.nbytes()).clone().untyped_storage()
             if home.copy is not None:
                 home.copy.num_holders += 1
             return home.copy
