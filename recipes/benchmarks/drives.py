@@ -9,6 +9,7 @@ rate of each set of drives is compared with that of one:
 * storages: all that a set is given is written, then read back last things first, as a backward pass does, 256 MiB
   ahead. What comes back is compared with what was written.
 * states: steps of SGD with momentum, in one thread, which read all and write all at once.
+* weights: passes over frozen weights of a CPU, which the page cache has not, in one thread.
 * phases: activations and states on one drive, and how much of each moves while a step computes, and while it updates.
 * changes: of two drives one gets a tenth of the rate between two passes over the storages, and is then taken away (its
   file system is shut down). The time of a pass is compared with what the rates that are left allow.
@@ -37,21 +38,14 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.storage.factory import open_backend
-from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.checksum import Sampler
-from lightning_ssd.tiers.copy_paths import HostMover
-from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.transfer_queue import Transfer
 from recipes.benchmarks.harness.cgroups import GroupUnavailableError, control_group
-from recipes.benchmarks.io import Owner
+from recipes.benchmarks.io import GIB, TierContender
 
 NUM_DRIVES = 4
 SLOW_PART = 3
 """The last drive has the rate of the others divided by this."""
 MIB = 1 << 20
-AHEAD_BYTES = 256 * MIB
 SETS = {"1": (0,), "2": (0, 1), "4": (0, 1, 2, 3), "fast + slow": (0, 4)}
 """Numbers of the drives in each set."""
 _SHUTDOWN, _AT_ONCE = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN and EXT4_GOING_FLAGS_NOLOGFLUSH
@@ -99,37 +93,18 @@ def take_away(directory: Path) -> None:
 
 
 @contextmanager
-def opened_tier(directories: Sequence[Path]) -> Iterator[SsdTier]:
-    """A tier as a training on a CPU uses it."""
-    with ExitStack() as stack:
-        backend = stack.enter_context(closing(_backend(directories)))
-        reload = stack.enter_context(closing(ReloadPool(2 * AHEAD_BYTES)))
-        mover = HostMover(backend, reload)
-        yield stack.enter_context(
-            closing(SsdTier(backend, mover, list(directories), events=EventLog(), sampler=Sampler("off")))
-        )
+def opened_tier(directories: Sequence[Path], tensors: Sequence[torch.Tensor]) -> Iterator[TierContender]:
+    """A tier as a training on a CPU uses it, for these tensors."""
+    backend, _ = open_backend("posix", directories=directories, device=torch.device("cpu"), allow_unsuitable_paths=True)
+    with closing(backend), closing(TierContender(backend, directories, tensors)) as tier:
+        yield tier
 
 
-def rates_of(tier: SsdTier, tensors: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Return MB/s of writing these tensors, and of reading them back.
-
-    Raises:
-        RuntimeError: other bytes came back.
-    """
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    owners = [Owner(tensor) for tensor in tensors]
-    begin = time.perf_counter()
-    for owner in owners:
-        tier.write(owner, owner.tensor.nbytes, None, label="bench")
-    tier.flush()
-    written_s = time.perf_counter() - begin
-    begin = time.perf_counter()
-    _read(tier, owners, check=False)
-    read_s = time.perf_counter() - begin
-    _read(tier, owners, check=True)
-    for owner in owners:
-        tier.free(owner.require_stored())
-    return nbytes / written_s / 1e6, nbytes / read_s / 1e6
+def rates_of(tier: TierContender) -> tuple[float, float]:
+    """Return MB/s of writing the tensors, and of reading them back. What comes back is compared besides."""
+    write, read = (tier.run(direction).gib_per_s * GIB / 1e6 for direction in ("write", "read"))
+    tier.check()
+    return write, read
 
 
 def states_rate(directories: Sequence[Path], nbytes: int, *, steps: int = 2) -> float:
@@ -155,6 +130,40 @@ def states_rate(directories: Sequence[Path], nbytes: int, *, steps: int = 2) -> 
             return (after.read_bytes - before.read_bytes) / seconds / 1e6
     finally:
         torch.set_num_threads(num_threads)
+
+
+class _Frozen(nn.Module):
+    """Uses 16 MiB of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4 * MIB), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
+
+
+def weights_rate(directories: Sequence[Path], nbytes: int, *, passes: int = 2) -> float:
+    """Return MB/s at which passes read weights of so many bytes, in the order that they have learnt."""
+    model = nn.Sequential(*(_Frozen() for _ in range(nbytes // (16 * MIB))))
+    policy = OffloadPolicy(activations="keep", parameters="offload")
+    hardware = HardwareProfile(paths=list(directories), allow_unsuitable_paths=True)
+    num_threads, seconds = torch.get_num_threads(), list[float]()
+    torch.set_num_threads(1)
+    try:
+        with Offloader(policy=policy, hardware=hardware) as offloader, torch.no_grad():
+            offloader.register_module(model)
+            for _ in range(passes + 1):
+                for link in Path("/proc/self/fd").iterdir():
+                    if any(str(link.resolve()).startswith(f"{directory}/") for directory in directories):
+                        os.posix_fadvise(int(link.name), 0, 0, os.POSIX_FADV_DONTNEED)
+                begin = time.perf_counter()
+                if model(torch.zeros(1)).item() != 4 * MIB * len(model):
+                    raise RuntimeError("a weight came back with other bytes; report this")
+                seconds.append(time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(num_threads)
+    return nbytes / statistics.mean(seconds[1:]) / 1e6
 
 
 class _Scaled(nn.Module):
@@ -188,7 +197,6 @@ def phases(directory: Path, nbytes: int, *, steps: int = 3) -> dict[str, dict[st
             with offloader.saved_tensors():
                 loss = model(torch.ones(2 * MIB)).sum()
             loss.backward()
-            offloader.end_backward()
             between = counters()
             optimizer.step()
             optimizer.zero_grad()
@@ -204,16 +212,15 @@ def changes(
     drives: Sequence[tuple[Path, str]], limit: Callable[[str, float], None], *, rate: float, total: int
 ) -> dict[str, dict[str, float]]:
     """Return the times of passes over what the rates allow, once a drive has become slow, and once it has gone."""
-    tensors = _tensors(2 * total, 16 * MIB)
     found = {}
-    with opened_tier([directory for directory, _ in drives]) as tier:
+    with opened_tier([directory for directory, _ in drives], _tensors(2 * total, 16 * MIB)) as tier:
         for name in ("two drives", "one at a tenth", "one taken away"):
             left = {"two drives": 2.0, "one at a tenth": 1.1, "one taken away": 1.0}[name] * rate
             if name == "one at a tenth":
                 limit(drives[1][1], rate / 10)
             if name == "one taken away":
                 take_away(drives[1][0])
-            first, second = (rates_of(tier, tensors) for _ in range(2))
+            first, second = (rates_of(tier) for _ in range(2))
             write, read = zip(first, second, strict=True)
             found[name] = {
                 "first_write_over_left": left / write[0],
@@ -224,28 +231,6 @@ def changes(
             print(name, {key: round(value, 2) for key, value in found[name].items()}, flush=True)
         limit(drives[1][1], rate)
     return found
-
-
-def _read(tier: SsdTier, owners: Sequence[Owner], *, check: bool) -> None:
-    """Read everything back, last things first."""
-    under_way: list[tuple[Owner, Transfer]] = []
-    ahead = 0
-    for owner in reversed(owners):
-        under_way.append((owner, tier.read(owner, owner.require_stored(), torch.device("cpu"), urgent=False)))
-        ahead += owner.tensor.nbytes
-        while under_way and (ahead > AHEAD_BYTES or owner is owners[0]):
-            oldest, read = under_way.pop(0)
-            read.wait()
-            ahead -= oldest.tensor.nbytes
-            if oldest.error is not None:
-                raise oldest.error
-            if check and not oldest.is_right():
-                raise RuntimeError("a tensor came back with other bytes; report this")
-            oldest.reloaded = None
-
-
-def _backend(directories: Sequence[Path]) -> Any:
-    return open_backend("posix", directories=directories, device=torch.device("cpu"), allow_unsuitable_paths=True)[0]
 
 
 def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str, Any]:
@@ -271,15 +256,16 @@ def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str,
             for kind, nbytes in kinds.items():
                 for name, chosen in SETS.items():
                     tensors = _tensors(total * len(chosen), nbytes)
-                    with opened_tier([drives[i][0] for i in chosen]) as tier:
-                        found = rates_of(tier, tensors)
+                    with opened_tier([drives[i][0] for i in chosen], tensors) as tier:
+                        found = rates_of(tier)
                     samples.setdefault((kind, name), []).append(found)
                     print(f"{kind:8s} {name:12s} write {found[0]:6.0f} MB/s, read {found[1]:6.0f} MB/s", flush=True)
             for name, chosen in SETS.items():
-                both = states_rate([drives[i][0] for i in chosen], total * len(chosen))
-                gc.collect()  # what the optimizer was given back is mapped from the drives
-                samples.setdefault(("states", name), []).append((both, both))
-                print(f"{'states':8s} {name:12s} {both:6.0f} MB/s", flush=True)
+                for kind, rate_of in (("states", states_rate), ("weights", weights_rate)):
+                    both = rate_of([drives[i][0] for i in chosen], total * len(chosen))
+                    gc.collect()  # what the optimizer was given back, and weights, are mapped from the drives
+                    samples.setdefault((kind, name), []).append((both, both))
+                    print(f"{kind:8s} {name:12s} {both:6.0f} MB/s", flush=True)
         phased = phases(drives[0][0], total)
         gc.collect()
         changed = changes(
@@ -319,7 +305,7 @@ def _tensors(total: int, nbytes: int) -> list[torch.Tensor]:
 def show(table: dict[str, Any]) -> None:
     """Print a table in Markdown."""
     print("\n| storages | drives | write MB/s | / one | read MB/s | / one |\n|---|---|---|---|---|---|")
-    for kind in ("16 MiB", "256 MiB", "states"):
+    for kind in ("16 MiB", "256 MiB", "states", "weights"):
         for name, row in table[kind].items():
             print(
                 f"| {kind} | {name} | {row['write_mb_per_s']:.0f} | {row['write_over_one']:.2f} "

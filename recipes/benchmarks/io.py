@@ -116,7 +116,7 @@ class TierContender:
     def __init__(
         self,
         backend: Backend,
-        directory: Path,
+        directories: Sequence[Path],
         tensors: Sequence[torch.Tensor],
         *,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
@@ -127,7 +127,7 @@ class TierContender:
         self._tier = SsdTier(
             backend,
             HostMover(backend, self._reload),
-            [directory],
+            directories,
             events=EventLog(),
             sampler=Sampler("off"),
             chunk_bytes=chunk_bytes,
@@ -188,7 +188,9 @@ def open_tiers(
     shapes: Sequence[tuple[int, int]],
 ) -> list[TierContender]:
     """Open one for each number of workers and chunk size. ``stack`` closes them."""
-    made = [TierContender(backend, directory, tensors, chunk_bytes=size, num_workers=number) for number, size in shapes]
+    made = [
+        TierContender(backend, [directory], tensors, chunk_bytes=size, num_workers=number) for number, size in shapes
+    ]
     for contender in made:
         stack.callback(contender.close)
     return made
