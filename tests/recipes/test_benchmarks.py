@@ -177,6 +177,8 @@ def test_several_drives_at_a_toy_size(spill_dir, capsys, monkeypatch):
     try:
         drives.main(["--dir", str(spill_dir), "--rate", "1000", "--rounds", "1", "--mib", "64", "--json", str(file)])
     except SystemExit as why:
+        if "cannot throttle loop devices" not in str(why):
+            raise
         pytest.skip(str(why))
     found = json.loads(file.read_text())["median"]
     assert all(
