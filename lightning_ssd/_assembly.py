@@ -240,14 +240,14 @@ def _open_in_files(
     return PagedParameters(weights, gradients, files, pages, freed), files.written_bytes
 
 
-def _rates_of(backend: Backend, environment: Environment) -> Sequence[int]:
-    """Return the bytes that several directories take in equal time; empty: they count as alike."""
+def _rates_of(backend: Backend, environment: Environment) -> Sequence[float]:
+    """Return what each of several directories takes; empty: they count as alike."""
     if len(environment.paths) == 1:
         return ()
     place = f"the directories {', '.join(map(escape_control, environment.paths))}"
     try:
         with StatusLine(f"Probing {place}", delay_s=0), deferring_interrupts():
-            return measure_rates(backend, environment.directories).taken_bytes
+            return measure_rates(backend, environment.directories).by_directory
     except OSError as error:
         _log.info("%s could not be measured (%s), and get equal parts of weights and gradients", place, error)
         return ()
