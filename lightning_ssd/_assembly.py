@@ -17,6 +17,8 @@ from lightning_ssd._environment import Environment
 from lightning_ssd.activations.tensor_cache import Tiers
 from lightning_ssd.common.accelerators import accelerator_of, device_types, what_is_missing
 from lightning_ssd.common.formatting import escape_control
+from lightning_ssd.common.interrupts import deferring_interrupts
+from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory.freed_memory import FreedMemory
@@ -166,7 +168,7 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
             share = environment.host_budget.share()
             stack.callback(share.close)
         return StateFiles(
-            tier,
+            tier=tier,
             device=environment.device,
             copies=environment.copies,
             block_bytes=backend.block_bytes,
@@ -207,7 +209,8 @@ def _open_in_files(
 ) -> tuple[PagedParameters, Written]:
     """Open files for weights and gradients of a CPU; also return what counts the bytes that are written there."""
     backend, directories, _ = _open_directories(stack, environment)
-    files = WeightFiles(backend, directories, first=environment.local_rank)
+    rates = _rates_of(backend, environment)
+    files = WeightFiles(backend, directories, first=environment.local_rank, rates=rates)
     stack.callback(files.close)
     pages = UpdatePages(files, HostRoom(environment.num_local_processes, times=1))
     stack.callback(pages.close)
@@ -234,6 +237,19 @@ def _open_in_files(
         )
         stack.callback(gradients.close)
     return PagedParameters(weights, gradients, files, pages, freed), files.written_bytes
+
+
+def _rates_of(backend: Backend, environment: Environment) -> Sequence[float]:
+    """Return what each of several directories takes; empty: they count as alike."""
+    if len(environment.paths) == 1:
+        return ()
+    place = f"the directories {', '.join(map(escape_control, environment.paths))}"
+    try:
+        with StatusLine(f"Probing {place}", delay_s=0), deferring_interrupts():
+            return measure_rates(backend, environment.directories).by_directory
+    except OSError as error:
+        _log.info("%s could not be measured (%s), and get equal parts of weights and gradients", place, error)
+        return ()
 
 
 def _open_on_device(

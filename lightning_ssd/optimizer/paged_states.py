@@ -447,7 +447,7 @@ class PagedStates:
 
     def stats(self) -> OptimizerStats:
         """Return all counters except those of steps."""
-        progress = self.files.progress()
+        progress = self.files.tier.progress()
         return OptimizerStats(
             num_subgroups=len(self.partition.subgroups),
             subgroup_bytes=self.partition.max_bytes,

@@ -121,7 +121,8 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
                 self._take_over(one, [("", None)], [])
 
     def _check_room(self, new: Sequence[SharedWeights]) -> None:
-        self._tiers.ssd.reserve(sum(weights.storage.nbytes() for weights in new), "weights")
+        ssd = self._tiers.ssd
+        ssd.reserve(ssd.used_bytes + sum(weights.storage.nbytes() for weights in new), "weights")
 
     def _take_over(self, new: list[SharedWeights], places: Sequence[Place], trained: list[SharedWeights]) -> None:
         nbytes = sum(weights.storage.nbytes() for weights in new)

@@ -14,9 +14,10 @@ __all__ = ["MappedPager", "bring_in"]
 class MappedPager(Pager[MappedStorage]):
     """On a CPU, where weights are parts of files: pages come and go, and a touch of one finds its bytes."""
 
-    def __init__(self, room: HostRoom | None = None) -> None:
+    def __init__(self, room: HostRoom | None = None, *, num_drives: int = 1) -> None:
         super().__init__()
-        self._next, self._further = CacheReader(), CacheReader()
+        self._num_drives = num_drives
+        self._next, self._further = (CacheReader(num_drives) for _ in range(2))
         self._room = room
         self._has_room = False
 
@@ -25,15 +26,27 @@ class MappedPager(Pager[MappedStorage]):
         is room for it: to be mapped by the reader it takes waking that, on cores that the model keeps busy. Where
         anything is trained, gradients that wait to be written would drive out of the page cache what is not mapped.
         """
-        self._next.ask(() if self._has_room else _frozen(unit))
+        self._next.ask(self._reads(unit))
         if self._comes_ahead(unit):
             super()._request_ahead(unit)
+
+    def _reads(self, ahead: Unit[MappedStorage] | None) -> list[Read]:
+        """Return what is read into the page cache until another unit is used.
+
+        Of several drives all is read: what maps a unit, in one thread, waits for one of them after the other.
+        """
+        if self._num_drives == 1:
+            return [] if ahead is None or self._has_room else _frozen(ahead)
+        away = [unit for unit in self.units if unit.coming is not None and not unit.coming.is_open]
+        if ahead is not None and ahead.resident_bytes is None and ahead not in away:
+            away.append(ahead)
+        return [weight.memory.read for unit in away for weight in list(unit.weights)]
 
     def _comes_ahead(self, unit: Unit[MappedStorage]) -> bool:
         return self._has_room or not all(weight.is_frozen for weight in list(unit.weights))
 
     def _look_ahead(self, ahead: Unit[MappedStorage] | None, further: Unit[MappedStorage] | None) -> None:
-        """Two readers keep the drive busy. So many trained weights in the page cache would drive out what is used and
+        """Two readers keep a drive busy. So many trained weights in the page cache would drive out what is used and
         written sooner.
         """
         has_room = self._room is not None and self._room.is_enough(
@@ -42,7 +55,7 @@ class MappedPager(Pager[MappedStorage]):
         if has_room is not self._has_room:  # what is mapped ahead drives nothing out of the page cache
             self._has_room, self._window_bytes = has_room, None
         if ahead is None:
-            self._next.ask(())
+            self._next.ask(self._reads(None))
         super()._look_ahead(ahead, further)
         self._further.ask(() if further is None or further is ahead else _frozen(further))
 

@@ -49,7 +49,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
     """
 
     def __init__(self, files: WeightFiles, *, room: HostRoom | None = None, **options: Any) -> None:
-        super().__init__(MappedPager(room), **options)
+        super().__init__(MappedPager(room, num_drives=files.num_drives), **options)
         self._files = files
         self._taken_bytes = 0
 

@@ -19,6 +19,8 @@ class Rates:
 
     write_per_s: float
     read_per_s: float
+    by_directory: tuple[float, ...] = ()
+    """Rate of writes of each directory, where several were written to at once; 0: it has taken none."""
 
 
 def read_back_ok(

@@ -23,7 +23,7 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.extents import Extent, ExtentAllocator
 from lightning_ssd.storage.filesystem import cannot_hold
 
-__all__ = ["SPACE_ADVICE", "Arena", "Extent", "ExtentAllocator"]
+__all__ = ["SPACE_ADVICE", "Arena", "Extent", "ExtentAllocator", "reserve_together"]
 
 SPACE_ADVICE = "Free space there, or name other directories in HardwareProfile(paths=...)"
 """How the message of a full file system ends."""
@@ -303,6 +303,35 @@ class Arena:
             f"the file system of {self.directory} is full: {need:,} more bytes are needed, "
             f"{facts.f_bavail * facts.f_frsize:,} are free, the spill file has {self.size_bytes:,}. " + SPACE_ADVICE,
         )
+
+
+def reserve_together(arenas: Sequence[Arena], nbytes: int, what: str) -> None:
+    """Let files have at least ``nbytes`` bytes together, in equal parts where each directory has room.
+
+    What a directory has no room for is reserved in the others, which get the writes that the former refuses.
+
+    Args:
+        arenas: the files, in one directory each.
+        nbytes: in all of them.
+        what: needs them, for the message.
+
+    Raises:
+        OutOfSpaceError: all directories together have no room. What was reserved stays.
+    """
+    refusal: OutOfSpaceError | None = None
+    for arena in arenas:
+        try:
+            arena.reserve(-(-nbytes // len(arenas)))
+        except OutOfSpaceError as error:
+            refusal = refusal or error
+    if refusal is None:
+        return
+    for arena in arenas:
+        arena.reserve_more(nbytes - sum(one.size_bytes for one in arenas))
+    if (missing := nbytes - sum(arena.size_bytes for arena in arenas)) > 0:
+        raise OutOfSpaceError(
+            refusal.errno, f"{what} need {nbytes:,} bytes; {missing:,} of them have no place: {refusal}"
+        ) from refusal
 
 
 def _reserve(fd: int, offset: int, nbytes: int) -> bool:

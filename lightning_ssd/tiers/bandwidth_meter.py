@@ -21,7 +21,7 @@ from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.storage.spill_file import SPACE_ADVICE
-from lightning_ssd.telemetry.events import EventLog
+from lightning_ssd.telemetry.events import EventLog, TransferEvent
 from lightning_ssd.tiers.base import OneByOne, Progress, StoredBytes
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover, Mover
@@ -99,18 +99,21 @@ def measure_rates(
         torch.cuda.synchronize(device)  # a backend may reach device memory outside of any stream
     after = mover.copies.mark()
     trials = [_Trial(source) for _ in range(nbytes * len(directories) // chunk)]
-    tier = SsdTier(backend, mover, directories, events=EventLog(), sampler=Sampler("off"), chunk_bytes=chunk)
+    events = EventLog()
+    tier = SsdTier(backend, mover, directories, events=events, sampler=Sampler("off"), chunk_bytes=chunk)
     with closing(tier):
         for _ in range(2):
             for trial in trials:
                 if trial.stored is not None:
                     tier.free(trial.stored)
+            events.drain()
             begin_s = time.perf_counter()
             for trial in trials:
                 tier.write(trial, chunk, after, label="a probe")
             tier.flush()
             written_s = time.perf_counter() - begin_s
             places = [trial.result() for trial in trials]
+        by_directory = _rates_of([one for one in events.drain() if isinstance(one, TransferEvent)], len(directories))
         begin_s = time.perf_counter()
         reads = [
             tier.read(trial, place, device, urgent=False, into=target, after=after)
@@ -121,7 +124,16 @@ def measure_rates(
         read_s = time.perf_counter() - begin_s
         for trial in trials:
             trial.result()
-    return Rates(len(trials) * chunk / written_s, len(trials) * chunk / read_s)
+    return Rates(len(trials) * chunk / written_s, len(trials) * chunk / read_s, by_directory)
+
+
+def _rates_of(moved: Sequence[TransferEvent], num_directories: int) -> tuple[float, ...]:
+    """Return the rate of each directory from its first move until its last one: the others may have gone on then."""
+    rates = [0.0] * num_directories
+    for drive in {one.drive for one in moved if one.drive is not None}:
+        mine = [one for one in moved if one.drive == drive]
+        rates[drive] = sum(one.nbytes for one in mine) / (mine[-1].end_s - min(one.start_s for one in mine))
+    return tuple(rates)
 
 
 def _memory(nbytes: int, device: torch.device) -> torch.UntypedStorage:

@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_ssd.errors import FULL_ERRNOS, OutOfSpaceError
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
-from lightning_ssd.storage.spill_file import Arena, Extent
+from lightning_ssd.storage.spill_file import Arena, Extent, reserve_together
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.base import Part, StoredBytes
 from lightning_ssd.tiers.checksum import Sampler
@@ -98,29 +98,8 @@ class SsdTier(Tier):
         return len(self._arenas)
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Let the spill files have at least ``nbytes`` bytes together, in equal parts where each has room.
-
-        What a directory has no room for is reserved in the others, which get the writes that the former refuses.
-
-        Args:
-            nbytes: in all files.
-            what: needs them, for the message.
-
-        Raises:
-            OutOfSpaceError: all directories together have no room. What was reserved stays.
-        """
-        refusal: OutOfSpaceError | None = None
-        for arena in self._arenas:
-            try:
-                arena.reserve(-(-nbytes // len(self._arenas)))
-            except OutOfSpaceError as error:
-                refusal = refusal or error
-        for arena in self._arenas if refusal is not None else ():
-            arena.reserve_more(nbytes - self.disk_bytes)
-        if refusal is not None and (missing := nbytes - self.disk_bytes) > 0:
-            raise OutOfSpaceError(
-                refusal.errno, f"{what} need {nbytes:,} bytes; {missing:,} of them have no place: {refusal}"
-            ) from refusal
+        """Let the spill files have at least ``nbytes`` bytes together: see :func:`reserve_together`."""
+        reserve_together(self._arenas, nbytes, what)
 
     def show(self, stored: StoredBytes, view: FileView, start: int, offset: int, nbytes: int) -> None:
         """Map part of a body, from ``offset`` on, at ``start`` of a view. It stays as it is until :meth:`free`."""

@@ -9,6 +9,7 @@ rate of each set of drives is compared with that of one:
 * storages: all that a set is given is written, then read back last things first, as a backward pass does, 256 MiB
   ahead. What comes back is compared with what was written.
 * states: steps of SGD with momentum, in one thread, which read all and write all at once.
+* weights: passes over frozen weights of a CPU, which the page cache has not, in one thread.
 * phases: activations and states on one drive, and how much of each moves while a step computes, and while it updates.
 * changes: of two drives one gets a tenth of the rate between two passes over the storages, and is then taken away (its
   file system is shut down). The time of a pass is compared with what the rates that are left allow.
@@ -92,15 +93,15 @@ def take_away(directory: Path) -> None:
 
 
 @contextmanager
-def opened(directories: Sequence[Path], tensors: Sequence[torch.Tensor]) -> Iterator[TierContender]:
-    """Open a tier for these tensors, as a training on a CPU uses it."""
+def opened_tier(directories: Sequence[Path], tensors: Sequence[torch.Tensor]) -> Iterator[TierContender]:
+    """A tier as a training on a CPU uses it, for these tensors."""
     backend, _ = open_backend("posix", directories=directories, device=torch.device("cpu"), allow_unsuitable_paths=True)
     with closing(backend), closing(TierContender(backend, directories, tensors)) as tier:
         yield tier
 
 
 def rates_of(tier: TierContender) -> tuple[float, float]:
-    """Return MB/s of writing its tensors, and of reading them back; what comes back is compared."""
+    """Return MB/s of writing the tensors, and of reading them back. What comes back is compared besides."""
     write, read = (tier.run(direction).gib_per_s * GIB / 1e6 for direction in ("write", "read"))
     tier.check()
     return write, read
@@ -129,6 +130,40 @@ def states_rate(directories: Sequence[Path], nbytes: int, *, steps: int = 2) -> 
             return (after.read_bytes - before.read_bytes) / seconds / 1e6
     finally:
         torch.set_num_threads(num_threads)
+
+
+class _Frozen(nn.Module):
+    """Uses 16 MiB of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4 * MIB), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
+
+
+def weights_rate(directories: Sequence[Path], nbytes: int, *, passes: int = 2) -> float:
+    """Return MB/s at which passes read weights of so many bytes, in the order that they have learnt."""
+    model = nn.Sequential(*(_Frozen() for _ in range(nbytes // (16 * MIB))))
+    policy = OffloadPolicy(activations="keep", parameters="offload")
+    hardware = HardwareProfile(paths=list(directories), allow_unsuitable_paths=True)
+    num_threads, seconds = torch.get_num_threads(), list[float]()
+    torch.set_num_threads(1)
+    try:
+        with Offloader(policy=policy, hardware=hardware) as offloader, torch.no_grad():
+            offloader.register_module(model)
+            for _ in range(passes + 1):
+                for link in Path("/proc/self/fd").iterdir():
+                    if any(str(link.resolve()).startswith(f"{directory}/") for directory in directories):
+                        os.posix_fadvise(int(link.name), 0, 0, os.POSIX_FADV_DONTNEED)
+                begin = time.perf_counter()
+                if model(torch.zeros(1)).item() != 4 * MIB * len(model):
+                    raise RuntimeError("a weight came back with other bytes; report this")
+                seconds.append(time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(num_threads)
+    return nbytes / statistics.mean(seconds[1:]) / 1e6
 
 
 class _Scaled(nn.Module):
@@ -162,7 +197,6 @@ def phases(directory: Path, nbytes: int, *, steps: int = 3) -> dict[str, dict[st
             with offloader.saved_tensors():
                 loss = model(torch.ones(2 * MIB)).sum()
             loss.backward()
-            offloader.end_backward()
             between = counters()
             optimizer.step()
             optimizer.zero_grad()
@@ -178,9 +212,8 @@ def changes(
     drives: Sequence[tuple[Path, str]], limit: Callable[[str, float], None], *, rate: float, total: int
 ) -> dict[str, dict[str, float]]:
     """Return the times of passes over what the rates allow, once a drive has become slow, and once it has gone."""
-    tensors = _tensors(2 * total, 16 * MIB)
     found = {}
-    with opened([directory for directory, _ in drives], tensors) as tier:
+    with opened_tier([directory for directory, _ in drives], _tensors(2 * total, 16 * MIB)) as tier:
         for name in ("two drives", "one at a tenth", "one taken away"):
             left = {"two drives": 2.0, "one at a tenth": 1.1, "one taken away": 1.0}[name] * rate
             if name == "one at a tenth":
@@ -223,15 +256,16 @@ def bench(directory: Path, *, rate: float, rounds: int, total: int) -> dict[str,
             for kind, nbytes in kinds.items():
                 for name, chosen in SETS.items():
                     tensors = _tensors(total * len(chosen), nbytes)
-                    with opened([drives[i][0] for i in chosen], tensors) as tier:
+                    with opened_tier([drives[i][0] for i in chosen], tensors) as tier:
                         found = rates_of(tier)
                     samples.setdefault((kind, name), []).append(found)
                     print(f"{kind:8s} {name:12s} write {found[0]:6.0f} MB/s, read {found[1]:6.0f} MB/s", flush=True)
             for name, chosen in SETS.items():
-                both = states_rate([drives[i][0] for i in chosen], total * len(chosen))
-                gc.collect()  # what the optimizer was given back is mapped from the drives
-                samples.setdefault(("states", name), []).append((both, both))
-                print(f"{'states':8s} {name:12s} {both:6.0f} MB/s", flush=True)
+                for kind, rate_of in (("states", states_rate), ("weights", weights_rate)):
+                    both = rate_of([drives[i][0] for i in chosen], total * len(chosen))
+                    gc.collect()  # what the optimizer was given back, and weights, are mapped from the drives
+                    samples.setdefault((kind, name), []).append((both, both))
+                    print(f"{kind:8s} {name:12s} {both:6.0f} MB/s", flush=True)
         phased = phases(drives[0][0], total)
         gc.collect()
         changed = changes(
@@ -271,7 +305,7 @@ def _tensors(total: int, nbytes: int) -> list[torch.Tensor]:
 def show(table: dict[str, Any]) -> None:
     """Print a table in Markdown."""
     print("\n| storages | drives | write MB/s | / one | read MB/s | / one |\n|---|---|---|---|---|---|")
-    for kind in ("16 MiB", "256 MiB", "states"):
+    for kind in ("16 MiB", "256 MiB", "states", "weights"):
         for name, row in table[kind].items():
             print(
                 f"| {kind} | {name} | {row['write_mb_per_s']:.0f} | {row['write_over_one']:.2f} "

@@ -127,7 +127,7 @@ class TierContender:
         self._tier = SsdTier(
             backend,
             HostMover(backend, self._reload),
-            list(directories),
+            directories,
             events=EventLog(),
             sampler=Sampler("off"),
             chunk_bytes=chunk_bytes,

@@ -231,7 +231,7 @@ def whole(parameter):
 
 @pytest.mark.parametrize("when", ["now", "ahead"])
 def test_what_cannot_be_read_is_an_error_not_a_signal(when, parameters, files, pages):
-    with files._changing.arenas[0].use() as fd:
+    with files._changing[0].use() as fd:
         size = os.fstat(fd).st_size
         os.ftruncate(fd, 0)
         try:
@@ -267,10 +267,10 @@ def test_what_was_updated_is_written_at_once_where_memory_is_short(parameters, f
     pages = UpdatePages(files, room)
     piece = Piece(parameters[1], NUMEL // 4, NUMEL // 2)
     memory = mapped_storage.mapped_storage_of(parameters[1])
-    assert memory.extent.offset > 0
+    assert memory.stripes[0].extent.offset > 0
     with pages.updating([piece], []):
         assert not begun
-    assert begun == ([] if is_enough else [(memory.extent.offset + NBYTES // 4, NBYTES // 4)])
+    assert begun == ([] if is_enough else [(memory.stripes[0].extent.offset + NBYTES // 4, NBYTES // 4)])
     assert room.asked == [files.used_bytes]
     memory.make_private()
     with pages.updating([piece], []):

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import OffloaderClosedError, StorageError
+from lightning_ssd.tiers.ssd import SsdTier
 from tests.parameters.test_paged_weights import (  # noqa: F401  # these are tests, here with our own offloaders
     policy,
     test_a_step_that_fails_in_forward_and_the_next_one,
@@ -288,3 +289,11 @@ def test_memory_that_was_taken_is_not_taken_twice(opened, monkeypatch):
     assert same(train(model, offloader), train(plain))
     assert failed
     assert twice == []
+
+
+def test_room_is_taken_beside_what_waits_already(opened, monkeypatch):
+    asked = []
+    monkeypatch.setattr(SsdTier, "reserve", lambda self, nbytes, what: asked.append(nbytes - self.used_bytes))
+    models = built(), built()
+    opened(models[0]).register_module(models[1])
+    assert asked == [NUM_BYTES] * 2

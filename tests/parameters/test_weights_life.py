@@ -127,7 +127,7 @@ def test_a_drive_without_room_is_an_error_before_anything_moves(opened, monkeypa
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     offloader = opened()
     monkeypatch.setattr(Arena, "_preallocate", lambda self, nbytes: False)
-    with pytest.raises(OutOfSpaceError, match=r"weights need [\d,]+ bytes in .*is full"):
+    with pytest.raises(OutOfSpaceError, match=r"weights need [\d,]+ bytes; .*is full"):
         offloader.register_module(model)
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
 
@@ -157,7 +157,7 @@ def test_a_read_that_fails_is_an_error_that_names_the_weight(opened, monkeypatch
     offloader = opened(model)
     train(model, offloader, steps=2)
 
-    def refuse(self, start, nbytes, *, changes=False):
+    def refuse(self, start, nbytes, **_):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patched:

@@ -11,6 +11,7 @@ import torch
 
 from lightning_ssd import HardwareProfile
 from recipes.benchmarks import (
+    drives,
     hooks,
     io,
     io_beside_compute,
@@ -164,6 +165,27 @@ def test_a_toy_run_has_the_bits_of_plain_training_and_leaves_nothing(name, spill
     environment = found["environment"] if isinstance(found, dict) and "environment" in found else found
     assert str(spill_dir) not in json.dumps(environment)
     assert list(drive.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_several_drives_at_a_toy_size(spill_dir, capsys, monkeypatch):
+    monkeypatch.setattr(drives, "SETS", {"1": (0,), "2": (0, 1)})
+    file = spill_dir / "drives.json"
+    try:
+        drives.main(["--dir", str(spill_dir), "--rate", "1000", "--rounds", "1", "--mib", "64", "--json", str(file)])
+    except SystemExit as why:
+        if "cannot throttle loop devices" not in str(why):
+            raise
+        pytest.skip(str(why))
+    found = json.loads(file.read_text())["median"]
+    assert all(
+        row["read_mb_per_s"] > 0 for kind in ("16 MiB", "256 MiB", "states", "weights") for row in found[kind].values()
+    )
+    said = capsys.readouterr().out
+    assert all(f"| {kind} | 2 | " in said for kind in ("16 MiB", "256 MiB", "states", "weights"))
+    assert "| forward and backward | " in said
+    assert "| one taken away | " in said
+    assert list(spill_dir.iterdir()) == [file]
 
 
 @pytest.mark.exhaustive

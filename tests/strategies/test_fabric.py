@@ -1,6 +1,5 @@
 """``Fabric(strategy="ssd_offload")``: the same bits as Fabric's own strategies, checkpoints, one device."""
 
-
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO

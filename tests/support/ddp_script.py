@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd import HardwareProfile, OffloadCallback, OffloadPolicy
 from lightning_ssd.errors import BudgetError, ConfigError
 from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
@@ -197,16 +197,20 @@ def impossible(directory: Path) -> None:
 
 
 def worn(directory: Path) -> None:
-    """A wear budget that only the states of the second process exceed is refused in both."""
-    budget = "1KB" if rank_before_launch() else "1000TB"
-    strategy = SSDOffloadStrategy(
-        policy=OffloadPolicy(optimizer_states="offload", min_tensor_bytes=4096, wear_budget=budget),
-        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
+    """A wear budget that only the states of the second process exceed is refused in both, by strategy and callback."""
+    policy = OffloadPolicy(
+        optimizer_states="offload",
+        min_tensor_bytes=4096,
+        wear_budget="1KB" if rank_before_launch() else "1000TB",
     )
+    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
+    ours = SSDOffloadStrategy(policy=policy, hardware=hardware)
+    callback = OffloadCallback(policy=policy, hardware=hardware)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_ssd.wear.meter._MIN_SECONDS", 0.0)
-        with pytest.raises(BudgetError, match=r"optimizer states .* need"):
-            fit(Net, strategy, directory, devices=2, max_epochs=6)
+        for strategy, callbacks in ((ours, []), (DDPStrategy(process_group_backend="gloo"), [callback])):
+            with pytest.raises(BudgetError, match=r"optimizer states .* need"):
+                fit(Net, strategy, directory, callbacks=callbacks, devices=2, max_epochs=6)
 
 
 def states(directory: Path) -> None:

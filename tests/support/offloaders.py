@@ -11,7 +11,7 @@ def offloaders(directory, policy, *, is_late=False):
     """Makes open ones with these modules and options of the policy; they are closed at the end.
 
     Args:
-        directory: of their files.
+        directory: of their files; or a list of several.
         policy: makes it of options.
         is_late: they are for a device whose copies end late, with ``host_memory`` 0 unless it is told.
     """
@@ -23,7 +23,8 @@ def offloaders(directory, policy, *, is_late=False):
             memory = {"host_memory": options.pop("host_memory", 0)} if is_late else {}
             if is_late:
                 named["_copies"] = copies
-            hardware = HardwareProfile(paths=[directory], **memory)
+            paths = directory if isinstance(directory, list) else [directory]
+            hardware = HardwareProfile(paths=paths, **memory)
             made.append(Offloader(policy=policy(**options), hardware=hardware, **named))
             return made[-1].open(*modules)
 

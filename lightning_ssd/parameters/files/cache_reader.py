@@ -1,4 +1,4 @@
-"""A thread that reads parts of files ahead of their use, into the system's page cache."""
+"""Threads that read parts of files ahead of their use, into the system's page cache."""
 
 from __future__ import annotations
 
@@ -13,42 +13,50 @@ from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 
 __all__ = ["CacheReader", "Read"]
 
-Read = Callable[[FileView, Callable[[], bool]], None]
-"""Reads a part of a file: shows it in a view piece by piece, and asks before each piece whether it is still wanted."""
+Read = Callable[[int, FileView, Callable[[], bool]], None]
+"""Reads what lies in the directory of a number: shows it in a view piece by piece, and asks before each piece whether
+it is still wanted."""
 
 
 class CacheReader:
-    """Reads what it was asked for last. Whatever it is asked for next puts an end to the read under way.
+    """Reads what it was asked for last. Whatever it is asked for next puts an end to the reads under way.
 
-    It is not waited for: a thread that uses a part sooner reads it, and the system reads no page twice. Where there can
-    be no more threads, nothing is read ahead.
+    They are not waited for: a thread that uses a part sooner reads it, and the system reads no page twice. Where there
+    can be no more threads, nothing is read ahead.
+
+    Args:
+        num_drives: directories, each of which has a thread.
     """
 
-    def __init__(self) -> None:
-        self._requests: queue.SimpleQueue[Sequence[Read] | None] = queue.SimpleQueue()
-        self._has_ended = Latch()
+    def __init__(self, num_drives: int = 1) -> None:
+        self._requests = [queue.SimpleQueue[Sequence[Read] | None]() for _ in range(num_drives)]
+        self._have_ended = [Latch() for _ in range(num_drives)]
         self._pid = os.getpid()
-        try:
-            _thread.start_new_thread(self._serve, ())
-        except RuntimeError:
-            self._has_ended.open()
+        for drive, has_ended in enumerate(self._have_ended):
+            try:
+                _thread.start_new_thread(self._serve, (drive,))
+            except RuntimeError:
+                has_ended.open()
 
     def ask(self, reads: Sequence[Read]) -> None:
-        if not self._has_ended.is_open:
-            self._requests.put(reads)
+        for requests, has_ended in zip(self._requests, self._have_ended, strict=True):
+            if not has_ended.is_open:
+                requests.put(reads)
 
-    def _serve(self) -> None:
+    def _serve(self, drive: int) -> None:
+        requests = self._requests[drive]
         try:
             scratch = FileView(READ_BYTES)
-            while (reads := self._requests.get()) is not None:
+            while (reads := requests.get()) is not None:
                 for read in reads:
                     with suppress(OSError, MemoryError):  # its user is told
-                        read(scratch, self._requests.empty)
+                        read(drive, scratch, requests.empty)
         finally:
-            self._has_ended.open()
+            self._have_ended[drive].open()
 
     def close(self) -> None:
         """Nothing is read any more. Idempotent; in a fork, which has no such thread, nothing to wait for."""
         if os.getpid() == self._pid:
-            self._requests.put(None)
-            self._has_ended.wait()
+            for requests, has_ended in zip(self._requests, self._have_ended, strict=True):
+                requests.put(None)
+                has_ended.wait()

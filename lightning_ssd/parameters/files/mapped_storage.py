@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +24,7 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES, libc
 from lightning_ssd.storage.spill_file import Arena, Extent
 
-__all__ = ["MappedStorage", "Part", "is_mapped", "mapped_storage_of", "naming", "write_refusal"]
+__all__ = ["MappedStorage", "Part", "Stripe", "is_mapped", "mapped_storage_of", "naming", "write_refusal"]
 
 _WAIT_BEFORE, _WRITE = 1, 2  # SYNC_FILE_RANGE_WAIT_BEFORE and SYNC_FILE_RANGE_WRITE
 _sync_file_range: Callable[..., int] = libc.sync_file_range
@@ -51,30 +52,45 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class MappedStorage:
-    """One storage whose memory shows a part of a file of ours, so that its pages may leave and come back at any moment.
+class Stripe(NamedTuple):
+    """Some of a storage, in the file of one directory."""
 
-    A touch finds the bytes. The mapping is shared with the file: what is written to the memory goes there, also through
-    a view.
+    drive: int
+    """Number of the directory."""
+    arena: Arena
+    extent: Extent
+    start: int
+    """Where in what is shown it begins."""
+    nbytes: int
+
+
+class MappedStorage:
+    """One storage whose memory shows parts of files of ours, so that its pages may leave and come back at any moment.
+
+    A touch finds the bytes. The mapping is shared with the files: what is written to the memory goes there, also
+    through a view.
 
     Args:
-        view: the memory.
-        arena: has the file.
-        extent: where in the file.
+        stripes: where the bytes are, in order. They are the storage's once it is made.
         nbytes: of the storage.
-        start: where in the extent it begins.
+        start: where in the first stripe it begins.
+
+    Raises:
+        MemoryError: the system cannot show so much, or so many stripes.
     """
 
     key: StorageKey
 
-    def __init__(self, view: FileView, arena: Arena, extent: Extent, nbytes: int, *, start: int = 0) -> None:
+    def __init__(self, stripes: Sequence[Stripe], nbytes: int, *, start: int = 0) -> None:
         self.nbytes = nbytes
         self.start = start
-        self.arena = arena
-        self._view: FileView | None = view
-        self._fd = arena.fd  # a forked child has it too, and may not ask the arena
-        self.extent = extent
-        self._is_private = False
+        self.stripes = stripes
+        self._length = sum(stripe.nbytes for stripe in stripes)
+        self._view: FileView | None = FileView(self._length, offset=stripes[0].extent.offset)
+        for stripe in stripes:
+            stripe.arena.show(self._view, stripe.start, stripe.extent.offset, stripe.nbytes, shared=True)
+        self._fds = [stripe.arena.fd for stripe in stripes]  # a forked child has them too, and may not ask the arenas
+        self._is_private = self._stays = False
         # Guards that it becomes private against a thread that takes pages out. A leaf lock.
         self._sharing = threading.RLock()
 
@@ -94,17 +110,31 @@ class MappedStorage:
         return storage
 
     def _pages(self, part: Part | None) -> tuple[int, int]:
-        """Where in the extent the pages of a part (``None``: of all) begin, and how long they are together."""
+        """Where in the stripes the pages of a part (``None``: of all) begin, and how long they are together."""
         if part is None:
-            return 0, self.extent.nbytes
+            return 0, self._length
         start = self.start + part[0]
         first = start // PAGE_BYTES * PAGE_BYTES
         return first, round_up(start + part[1], PAGE_BYTES) - first
 
-    def read(self, scratch: FileView, is_wanted: Callable[[], bool] = lambda: True, part: Part | None = None) -> None:
-        """Have the bytes come to the system's page cache alone. Blocks.
+    def _within(self, start: int, nbytes: int) -> Iterator[tuple[Stripe, int, int]]:
+        """Yield the stripes that have some of these bytes: where in the file, and how many."""
+        for stripe in self.stripes:
+            begin, end = max(start, stripe.start), min(start + nbytes, stripe.start + stripe.nbytes)
+            if begin < end:
+                yield stripe, stripe.extent.offset + begin - stripe.start, end - begin
+
+    def read(
+        self,
+        drive: int | None,
+        scratch: FileView,
+        is_wanted: Callable[[], bool] = lambda: True,
+        part: Part | None = None,
+    ) -> None:
+        """Have what lies in one directory come to the system's page cache alone. Blocks.
 
         Args:
+            drive: number of the directory; ``None``: in all.
             scratch: shows them meanwhile, piece by piece.
             is_wanted: asked before each piece; the rest is left where it says no.
             part: which of them; ``None``: all.
@@ -112,10 +142,10 @@ class MappedStorage:
         Raises:
             OSError: the drive refuses.
         """
-        first, length = self._pages(part)
-        if not self._is_private:
-            with self.arena.use() as fd:
-                scratch.read(fd, self.extent.offset + first, length, is_wanted)
+        for stripe, offset, length in self._within(*self._pages(part)):
+            if drive in (None, stripe.drive) and not self._is_private:
+                with stripe.arena.use() as fd:
+                    scratch.read(fd, offset, length, is_wanted)
 
     def bring_in(self, part: Part | None = None, *, changes: bool = False, to_stay: bool = False) -> None:
         """Read what is not in memory, and map it. Blocks.
@@ -134,16 +164,16 @@ class MappedStorage:
         view.bring_in(*pages, changes=changes)
         if to_stay:
             with self._sharing:
-                if self._view is not None and not self._is_private:
+                if self._view is not None and not self._stays:
                     view.bring_in_again(*pages)
 
     def send_out(self, part: Part | None = None) -> None:
         """Take pages out of this process, unless something would be lost."""
-        if self._is_private:  # what was written would be lost; or as in a fork, see make_private
+        if self._stays:  # what was written would be lost; or as in a fork, see make_private
             return
         with self._sharing:
             view = self._view
-            if view is not None and not self._is_private:
+            if view is not None and not self._stays:
                 view.send_out(*self._pages(part))
 
     def begin_writing(self, part: Part) -> None:
@@ -151,10 +181,10 @@ class MappedStorage:
 
         Seldom waits: where the drive has as much to do as it takes.
         """
-        first, length = self._pages(part)
-        if not self._is_private:
-            with self.arena.use() as fd:
-                _begin_writing(fd, self.extent.offset + first, length)
+        for stripe, offset, length in self._within(*self._pages(part)):
+            if not self._is_private:
+                with stripe.arena.use() as fd:
+                    _begin_writing(fd, offset, length)
 
     def make_private(self) -> None:
         """Keep later writes to the memory in this process: no page leaves, and nothing is written to the file.
@@ -164,10 +194,12 @@ class MappedStorage:
         if self._is_private:  # as in a fork, in which no thread gives the lock back
             return
         with self._sharing:
-            if self._view is None or self._is_private:
+            if self._view is None or self._stays:
                 return
+            self._stays = True  # first: if only some stripes become private, what is written to these is not lost
             try:
-                self._view.show(0, self._fd, self.extent.offset, self.extent.nbytes)
+                for stripe, fd in zip(self.stripes, self._fds, strict=True):
+                    self._view.show(stripe.start, fd, stripe.extent.offset, stripe.nbytes)
             except MemoryError:
                 _never_private.append(self)  # so that a fork is kept from it
                 return
@@ -176,7 +208,7 @@ class MappedStorage:
     def hide(self) -> None:
         """In a fork: hide what the parent writes, if it still may."""
         if self._view is not None and not self._is_private:
-            self._is_private = True
+            self._is_private = self._stays = True
             self._view.hide()
 
     def fill(self, region: Region) -> None:
@@ -189,23 +221,27 @@ class MappedStorage:
         Raises:
             StorageError: the system refuses. The bytes are of no use then.
         """
-        with self.arena.use(writes=region.nbytes) as direct:
-            try:
-                # Opened again for the page cache: the arena's own descriptor may go around it, which wants other
-                # addresses. By an object, which closes the file if an interrupt comes before it is held.
-                with io.FileIO(f"/proc/self/fd/{direct}", "r+") as again:
-                    _write_all(again.fileno(), region, self.extent.offset + self.start)
-                _begin_writing(direct, self.extent.offset, self.extent.nbytes)
-            except OSError as error:
-                way = "" if error.filename is None else f" by {error.filename}"
-                what = f"a weight or gradient could not be written to {self.arena.directory}{way}"
-                raise as_storage_error(error, what) from error
+        done = 0
+        for stripe, offset, nbytes in self._within(self.start, region.nbytes):
+            with stripe.arena.use(writes=nbytes) as direct:
+                try:
+                    # Opened again for the page cache: the arena's own descriptor may go around it, which wants other
+                    # addresses. By an object, which closes the file if an interrupt comes before it is held.
+                    with io.FileIO(f"/proc/self/fd/{direct}", "r+") as again:
+                        _write_all(again.fileno(), Region(region.address + done, nbytes), offset)
+                    _begin_writing(direct, offset, nbytes)
+                except OSError as error:
+                    way = "" if error.filename is None else f" by {error.filename}"
+                    what = f"a weight or gradient could not be written to {stripe.arena.directory}{way}"
+                    raise as_storage_error(error, what) from error
+            done += nbytes
 
     def forget(self) -> None:
         """Unmap the memory of a storage that is held no more, then give its place in the file back. Idempotent."""
         if self._view is not None:  # else it was, and another storage may have the place by now
             self._view = None
-            self.arena.free(self.extent)
+            for stripe in self.stripes:
+                stripe.arena.free(stripe.extent)
 
 
 def _write_all(fd: int, region: Region, offset: int) -> None:

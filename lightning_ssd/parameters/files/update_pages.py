@@ -36,8 +36,8 @@ class _Run(NamedTuple):
 class UpdatePages:
     """On a CPU, where weights and gradients are parts of files.
 
-    Two threads read what is updated next, one the weights and one the gradients, so that the drive works while the
-    optimizer computes, and no page is a fault of its own. What they have not read comes when it is its turn.
+    Threads read what is updated next, for each drive one the weights and one the gradients, so that the drives work
+    while the optimizer computes, and no page is a fault of its own. What they have not read comes when it is its turn.
 
     Where memory has no room for what waits, the system begins to write what was updated at once. Otherwise it would
     look for room a little later, and then write all that has changed: also what is being updated, which changes again
@@ -50,7 +50,7 @@ class UpdatePages:
 
     def __init__(self, files: WeightFiles, room: HostRoom) -> None:
         self._files, self._room = files, room
-        self._weights, self._gradients = CacheReader(), CacheReader()
+        self._weights, self._gradients = (CacheReader(files.num_drives) for _ in range(2))
         self._scratch = FileView(READ_BYTES)
         self._pid = os.getpid()
 
@@ -80,7 +80,7 @@ class UpdatePages:
         """Read all before one is mapped to be written to: it might be written to the drive before it has changed."""
         for run in runs:
             with naming(_NAMES, run.memory.nbytes):
-                run.memory.read(self._scratch, part=run.part)
+                run.memory.read(None, self._scratch, part=run.part)
         for run in runs:
             with naming(_NAMES, run.memory.nbytes):
                 run.memory.bring_in(run.part, changes=run.changes)

@@ -10,8 +10,8 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,36 +20,37 @@ from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.task import Task
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError, as_storage_error
-from lightning_ssd.memory.file_mapping import FileView
-from lightning_ssd.memory.mmap import VECTOR_BYTES
-from lightning_ssd.parameters.files.mapped_storage import MappedStorage, write_refusal
+from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, VECTOR_BYTES
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, Stripe, write_refusal
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
-from lightning_ssd.storage.spill_file import Arena
+from lightning_ssd.storage.spill_file import Arena, reserve_together
 
 __all__ = ["WeightFiles"]
 
-
-@dataclass(slots=True)
-class _Files:
-    """One in each directory, and whose turn it is."""
-
-    arenas: list[Arena]
-    next: int
+_STEP_BYTES = HUGE_PAGE_BYTES
+"""Directories get multiples of it: the system writes no less at a time, and maps as much in one piece."""
 
 
 class WeightFiles:
-    """Two files in each directory, one of them for what changes; each weight lies in one of them, in turn.
+    """Two files in each directory, one of them for what changes. What is large lies in all directories.
 
     Args:
         backend: writes them. Its files have the bytes as they are.
         directories: where.
         first: directory that the first weight goes to.
+        rates: of the directories, which get bytes in proportion to them; empty: they are alike.
     """
 
-    def __init__(self, backend: Backend, directories: Sequence[Path], *, first: int = 0) -> None:
+    def __init__(
+        self, backend: Backend, directories: Sequence[Path], *, first: int = 0, rates: Sequence[float] = ()
+    ) -> None:
         self._backend = backend
+        self.num_drives = len(directories)
+        self._first = first
+        total = sum(rates)
+        self._shares = [rate / total for rate in rates] if total else [1 / self.num_drives] * self.num_drives
         with ExitStack() as opened:
-            self._still, self._changing = (_Files(self._open(opened, directories), first) for _ in range(2))
+            self._still, self._changing = (self._open(opened, directories) for _ in range(2))
             opened.pop_all()
         self._check: Task[None] | None = None
 
@@ -58,7 +59,8 @@ class WeightFiles:
         for directory in directories:
             arena = self._backend.open_arena(directory)
             opened.callback(arena.close)
-            arena.reserve(self._backend.block_bytes)
+            with suppress(OutOfSpaceError):  # check_room tells where there is no other
+                arena.reserve(self._backend.block_bytes)
             if arena.is_sparse:
                 raise UnsuitablePathError(
                     errno.EOPNOTSUPP,
@@ -72,23 +74,48 @@ class WeightFiles:
         """Take the space for storages of these sizes before the first one is written.
 
         Raises:
-            OutOfSpaceError: there is not enough. Nothing was moved.
+            OutOfSpaceError: all directories together have not enough. Nothing was moved.
         """
-        files = self._changing if changes else self._still
-        needs = [0] * len(files.arenas)
-        for number, nbytes in enumerate(sizes):
-            needs[(files.next + number) % len(needs)] += self._padded(nbytes)
-        for arena, need in zip(files.arenas, needs, strict=True):
-            try:
-                arena.reserve(arena.used_bytes + need)
-            except OutOfSpaceError as error:
-                raise OutOfSpaceError(
-                    error.errno, f"weights need {need:,} bytes in {arena.directory}: {error}"
-                ) from error
+        arenas = self._changing if changes else self._still
+        if sizes:
+            nbytes = sum(arena.used_bytes for arena in arenas) + sum(map(self._padded, sizes))
+            reserve_together(arenas, nbytes, "weights")
 
     def write(self, storage: torch.UntypedStorage, *, changes: bool) -> MappedStorage:
-        """Write the bytes of a storage on a CPU to a file; return memory that shows them."""
-        start = storage.data_ptr() % VECTOR_BYTES
+        """Write the bytes of a storage on a CPU to files, to all drives at once; return memory that shows them."""
+        nbytes, start = storage.nbytes(), storage.data_ptr() % VECTOR_BYTES
+        if start:
+            return self._write_unaligned(storage, start, changes=changes)
+        stripes = self._allocate(nbytes, changes=changes)
+        try:
+            writes = [partial(self._write_stripe, storage, stripe) for stripe in stripes]
+            others = [Task(write, "lightning_ssd-weights") for write in writes[1:]]
+            with ExitStack() as ending:  # while one is written, nothing else may get its place
+                for other in others:
+                    ending.callback(other.wait)
+                    other.start()
+                writes[0]()
+            for other in others:
+                other.result()
+            return MappedStorage(stripes, nbytes)
+        except BaseException:
+            _free(stripes)
+            raise
+
+    def _write_stripe(self, storage: torch.UntypedStorage, stripe: Stripe) -> None:
+        end = min(stripe.start + stripe.nbytes, storage.nbytes())
+        body = stripe.start + (end - stripe.start) // self._backend.block_bytes * self._backend.block_bytes
+        for start in range(stripe.start, body, DEFAULT_CHUNK_BYTES):
+            region = Region(storage.data_ptr() + start, min(DEFAULT_CHUNK_BYTES, body - start))
+            self._backend.write(stripe.arena, region, stripe.extent.offset + start - stripe.start)
+        if body < end:  # less than a block, with zeros behind it
+            block = torch.zeros(self._backend.block_bytes, dtype=torch.uint8, device="cpu")
+            ctypes.memmove(block.data_ptr(), storage.data_ptr() + body, end - body)
+            tail = Region(block.data_ptr(), block.nbytes)
+            self._backend.write(stripe.arena, tail, stripe.extent.offset + body - stripe.start)
+
+    def _write_unaligned(self, storage: torch.UntypedStorage, start: int, *, changes: bool) -> MappedStorage:
+        """Through the page cache, since it does not begin with a block: what it is shown by is aligned as it is."""
         mapped = self.map_new(storage.nbytes(), start, changes=changes)
         try:
             if start:  # the bytes do not begin with a block: through the page cache
@@ -105,43 +132,59 @@ class WeightFiles:
         """Return what a storage takes in a file, but for the rest of the last block."""
         return storage.nbytes() + storage.data_ptr() % VECTOR_BYTES
 
-    def _write_blocks(self, arena: Arena, offset: int, region: Region) -> None:
-        """Write past the page cache, with zeros behind the last byte."""
-        body = region.nbytes // self._backend.block_bytes * self._backend.block_bytes
-        for start in range(0, body, DEFAULT_CHUNK_BYTES):
-            chunk = Region(region.address + start, min(DEFAULT_CHUNK_BYTES, body - start))
-            self._backend.write(arena, chunk, offset + start)
-        if body < region.nbytes:
-            block = torch.zeros(self._backend.block_bytes, dtype=torch.uint8)
-            ctypes.memmove(block.data_ptr(), region.address + body, region.nbytes - body)
-            self._backend.write(arena, Region(block.data_ptr(), block.nbytes), offset + body)
-
     def map_new(self, nbytes: int, start: int = 0, *, changes: bool = True) -> MappedStorage:
-        """Memory that shows a part of a file with arbitrary bytes.
+        """Memory that shows parts of files with arbitrary bytes.
 
         Args:
             nbytes: of the memory.
             start: where in its pages it begins.
             changes: whether it is for weights that are trained, or gradients.
         """
-        files = self._changing if changes else self._still
-        arena = files.arenas[files.next % len(files.arenas)]
-        files.next += 1
-        extent = arena.allocate(self._padded(start + nbytes))
+        stripes = self._allocate(start + nbytes, changes=changes)
         try:
-            view = FileView(extent.nbytes, offset=extent.offset)
-            arena.show(view, 0, extent.offset, extent.nbytes, shared=True)
-            return MappedStorage(view, arena, extent, nbytes, start=start)
+            return MappedStorage(stripes, nbytes, start=start)
         except BaseException:
-            arena.free(extent)
+            _free(stripes)
             raise
 
+    def _allocate(self, nbytes: int, *, changes: bool) -> list[Stripe]:
+        """Return room in the directories, by what each lacks of its share; what one has no room for, others get.
+
+        Raises:
+            OutOfSpaceError: all directories together have no room.
+        """
+        arenas = self._changing if changes else self._still
+        nbytes, used, stripes, done = self._padded(nbytes), [arena.used_bytes for arena in arenas], list[Stripe](), 0
+        lacking = [(sum(used) + nbytes) * share - have for share, have in zip(self._shares, used, strict=True)]
+        drives = [(self._first + index) % self.num_drives for index in range(self.num_drives)]
+        drives.sort(key=lambda drive: -lacking[drive])
+        wanted = [(drive, round_up(max(int(lacking[drive]), 0), _STEP_BYTES)) for drive in drives]
+        refusal: OutOfSpaceError | None = None
+        try:
+            for drive, most in [*wanted, *((drive, nbytes) for drive in drives)]:
+                left = step = min(most, nbytes - done)
+                while step:
+                    try:
+                        extent = arenas[drive].allocate(step)
+                    except OutOfSpaceError as error:
+                        refusal, step = error, step // 2 // _STEP_BYTES * _STEP_BYTES
+                        continue
+                    stripes.append(Stripe(drive, arenas[drive], extent, done, step))
+                    done, left = done + step, left - step
+                    step = min(step, left)
+            if done < nbytes and refusal is not None:
+                raise refusal
+        except BaseException:
+            _free(stripes)
+            raise
+        return stripes
+
     def is_still(self, storage: MappedStorage) -> bool:
-        return storage.arena in self._still.arenas
+        return storage.stripes[0].arena in self._still
 
     @property
     def _arenas(self) -> list[Arena]:
-        return [*self._still.arenas, *self._changing.arenas]
+        return [*self._still, *self._changing]
 
     def check_written(self) -> None:
         """See whether the system could write what it has written since the last time. Waits for what it writes now.
@@ -183,7 +226,7 @@ class WeightFiles:
 
     def written_bytes(self) -> list[int]:
         """Return the bytes that were written in each directory, without those that programs have written in place."""
-        pairs = zip(self._still.arenas, self._changing.arenas, strict=True)
+        pairs = zip(self._still, self._changing, strict=True)
         return [still.written_bytes + changing.written_bytes for still, changing in pairs]
 
     @property
@@ -203,6 +246,11 @@ class WeightFiles:
 
     def _padded(self, nbytes: int) -> int:
         return round_up(nbytes, self._backend.block_bytes)
+
+
+def _free(stripes: Sequence[Stripe]) -> None:
+    for stripe in stripes:
+        stripe.arena.free(stripe.extent)
 
 
 def _lost(arena: Arena, error: OSError) -> StorageError:
