@@ -246,7 +246,7 @@ def _rates_of(backend: Backend, environment: Environment) -> Sequence[float]:
     place = f"the directories {', '.join(map(escape_control, environment.paths))}"
     try:
         with StatusLine(f"Probing {place}", delay_s=0), deferring_interrupts():
-            return measure_rates(backend, environment.directories).by_directory
+            return measure_rates(backend, environment.paths).by_directory
     except OSError as error:
         _log.info("%s could not be measured (%s), and get equal parts of weights and gradients", place, error)
         return ()

@@ -118,10 +118,7 @@ class WeightFiles:
         """Through the page cache, since it does not begin with a block: what it is shown by is aligned as it is."""
         mapped = self.map_new(storage.nbytes(), start, changes=changes)
         try:
-            if start:  # the bytes do not begin with a block: through the page cache
-                mapped.fill(Region.of(storage))
-            else:
-                self._write_blocks(mapped.arena, mapped.extent.offset, Region.of(storage))
+            mapped.fill(Region.of(storage))
         except BaseException:
             mapped.forget()
             raise
