@@ -41,7 +41,7 @@ def frozen_changed_at(offloader):
     files = offloader._parts.parameters.files
     assert files is not None
     files.sync()  # writing through a mapping sets the time only where the page has been clean
-    return [os.fstat(arena.fd).st_mtime_ns for arena in files._still.arenas]
+    return [os.fstat(arena.fd).st_mtime_ns for arena in files._still]
 
 
 def dirtied_bytes():
