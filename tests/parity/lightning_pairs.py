@@ -70,7 +70,7 @@ def assert_moved(trainer):
     states = trainer.strategy.policy.optimizer_states == "offload"
     stats = trainer.strategy.stats
     assert stats.bytes_written > 0
-    assert stats.bytes_read > 0
+    assert stats.bytes_read + stats.bytes_forwarded > 0  # what is wanted before it has left is handed on
     assert stats.failures == 0
     for optimizer in trainer.optimizers:
         assert isinstance(optimizer, OffloadedOptimizer) == states
