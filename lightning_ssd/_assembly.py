@@ -209,7 +209,7 @@ def _open_in_files(
 ) -> tuple[PagedParameters, Written]:
     """Open files for weights and gradients of a CPU; also return what counts the bytes that are written there."""
     backend, directories, _ = _open_directories(stack, environment)
-    rates = _rates_of(backend, environment)
+    rates = _probed_shares(backend, environment)
     files = WeightFiles(backend, directories, first=environment.local_rank, rates=rates)
     stack.callback(files.close)
     pages = UpdatePages(files, HostRoom(environment.num_local_processes, times=1))
@@ -239,7 +239,7 @@ def _open_in_files(
     return PagedParameters(weights, gradients, files, pages, freed), files.written_bytes
 
 
-def _rates_of(backend: Backend, environment: Environment) -> Sequence[float]:
+def _probed_shares(backend: Backend, environment: Environment) -> Sequence[float]:
     """Return what each of several directories takes; empty: they count as alike."""
     if len(environment.paths) == 1:
         return ()

@@ -60,8 +60,8 @@ class OffloadMonitor(Callback):
     recorded.
 
     Args:
-        prog_bar: show on the progress bar by how many per cent saved activations take less memory (``saved%``), as the
-            verdict does.
+        prog_bar: show on the progress bar by how many per cent saved activations take less memory (``saved%``),
+            without what recomputing saves.
         verdict: print a headline, at most three lines and the next step at the end of ``fit``; the text is in
             :attr:`summary` in any case.
         report_dir: a directory for ``report.html``, ``report.json``, and still pictures, written at the end of

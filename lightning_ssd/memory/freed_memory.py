@@ -40,14 +40,14 @@ class FreedMemory:
     def expect(self, waiting_bytes: int) -> None:
         """So many bytes of weights and gradients will wait, from the next forward on; 0: none will."""
         self._waiting_bytes = waiting_bytes
-        self._look_for(AMPLE * waiting_bytes)
+        self._notice_shortage(AMPLE * waiting_bytes)
         if waiting_bytes and not self._is_short and has_whole_pages():
             self._threshold.reuse()
         else:
             self._threshold.restore()
 
-    def _look_for(self, nbytes: int) -> None:
-        """See whether so much memory is available."""
+    def _notice_shortage(self, nbytes: int) -> None:
+        """Count memory as short from now on if less than this is available."""
         with suppress(OSError):  # out of file descriptors, say: the next look may tell
             if nbytes and not self._is_short and self._room.available_bytes(self._waiting_bytes) < nbytes:
                 self._is_short = True
@@ -58,7 +58,7 @@ class FreedMemory:
         if not self._waiting_bytes or (now_s := time.monotonic()) < self._next_look_s:
             return
         self._next_look_s = now_s + _LOOK_S
-        self._look_for(self._waiting_bytes)
+        self._notice_shortage(self._waiting_bytes)
         if self._is_short or (has_whole_pages() and now_s >= self._next_trim_s):
             self._next_trim_s = now_s + _STAY_S
             trim()

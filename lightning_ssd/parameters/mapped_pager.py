@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.files.cache_reader import CacheReader, Read
-from lightning_ssd.parameters.files.mapped_storage import MappedStorage, naming
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, reading
 from lightning_ssd.parameters.pager import Pager, Unit, Weight
 
 __all__ = ["MappedPager", "bring_in"]
@@ -89,7 +89,7 @@ class MappedPager(Pager[MappedStorage]):
 
 def bring_in(weight: Weight[MappedStorage], *, to_stay: bool = False) -> None:
     """Block until a weight is in memory."""
-    with naming(weight.names, weight.memory.nbytes):
+    with reading(f"weight {', '.join(weight.names)}", weight.memory.nbytes):
         weight.memory.bring_in(to_stay=to_stay)
 
 

@@ -190,11 +190,8 @@ def _drives(room: Room | None, directory: Path, *, rehearse: bool) -> list[Exper
             question="microseconds of Python per kept and per moved tensor",
             kind="hooks",
             command=(
-                *(
-                    "-m",
-                    "recipes.benchmarks.hooks",
-                    *(("--rounds=2",) if rehearse else ("--rounds=11", "--device=cuda")),
-                ),
+                *("-m", "recipes.benchmarks.hooks"),
+                *(("--rounds=2",) if rehearse else ("--rounds=11", "--device=cuda")),
                 *where,
             ),
             limit_s=180 if rehearse else 60,

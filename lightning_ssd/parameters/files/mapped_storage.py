@@ -24,12 +24,12 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES, libc
 from lightning_ssd.storage.spill_file import Arena, Extent
 
-__all__ = ["MappedStorage", "Part", "Stripe", "is_mapped", "mapped_storage_of", "naming", "write_refusal"]
+__all__ = ["ByteRange", "MappedStorage", "Stripe", "is_mapped", "mapped_storage_of", "reading", "write_refusal"]
 
 _WAIT_BEFORE, _WRITE = 1, 2  # SYNC_FILE_RANGE_WAIT_BEFORE and SYNC_FILE_RANGE_WRITE
 _sync_file_range: Callable[..., int] = libc.sync_file_range
 
-Part = tuple[int, int]
+ByteRange = tuple[int, int]
 """First byte of some of a storage, and how many they are."""
 _mapped: dict[int, tuple[StorageKey, weakref.ref[MappedStorage]]] = {}
 """All that there are in this process, open or not, by the address of their storages."""
@@ -90,6 +90,7 @@ class MappedStorage:
         for stripe in stripes:
             stripe.arena.show(self._view, stripe.start, stripe.extent.offset, stripe.nbytes, shared=True)
         self._fds = [stripe.arena.fd for stripe in stripes]  # a forked child has them too, and may not ask the arenas
+        # _stays: no page leaves any more. _is_private: nor is anything written to the files.
         self._is_private = self._stays = False
         # Guards that it becomes private against a thread that takes pages out. A leaf lock.
         self._sharing = threading.RLock()
@@ -109,7 +110,7 @@ class MappedStorage:
         _mapped[self.key.cdata] = self.key, weakref.ref(self)
         return storage
 
-    def _pages(self, part: Part | None) -> tuple[int, int]:
+    def _pages(self, part: ByteRange | None) -> tuple[int, int]:
         """Where in the stripes the pages of a part (``None``: of all) begin, and how long they are together."""
         if part is None:
             return 0, self._length
@@ -129,7 +130,7 @@ class MappedStorage:
         drive: int | None,
         scratch: FileView,
         is_wanted: Callable[[], bool] = lambda: True,
-        part: Part | None = None,
+        part: ByteRange | None = None,
     ) -> None:
         """Have what lies in one directory come to the system's page cache alone. Blocks.
 
@@ -147,7 +148,7 @@ class MappedStorage:
                 with stripe.arena.use() as fd:
                     scratch.read(fd, offset, length, is_wanted)
 
-    def bring_in(self, part: Part | None = None, *, changes: bool = False, to_stay: bool = False) -> None:
+    def bring_in(self, part: ByteRange | None = None, *, changes: bool = False, to_stay: bool = False) -> None:
         """Read what is not in memory, and map it. Blocks.
 
         Args:
@@ -167,7 +168,7 @@ class MappedStorage:
                 if self._view is not None and not self._stays:
                     view.bring_in_again(*pages)
 
-    def send_out(self, part: Part | None = None) -> None:
+    def send_out(self, part: ByteRange | None = None) -> None:
         """Take pages out of this process, unless something would be lost."""
         if self._stays:  # what was written would be lost; or as in a fork, see make_private
             return
@@ -176,7 +177,7 @@ class MappedStorage:
             if view is not None and not self._stays:
                 view.send_out(*self._pages(part))
 
-    def begin_writing(self, part: Part) -> None:
+    def begin_writing(self, part: ByteRange) -> None:
         """Have the system begin to write some bytes, and the rest of their pages, to the drive.
 
         Seldom waits: where the drive has as much to do as it takes.
@@ -277,8 +278,8 @@ def write_refusal(fd: int) -> OSError | None:
 
 
 @contextmanager
-def naming(names: Sequence[str], nbytes: int) -> Iterator[None]:
-    """Have the error of a drive that refuses to read name the weight."""
+def reading(what: str, nbytes: int) -> Iterator[None]:
+    """Have the error of a drive that refuses to read say what of."""
     try:
         yield
     except StorageError:  # it says all
@@ -286,7 +287,7 @@ def naming(names: Sequence[str], nbytes: int) -> Iterator[None]:
     except OSError as refusal:
         raise StorageError(
             refusal.errno or errno.EIO,
-            f"weight {', '.join(names)} ({nbytes:,} bytes) could not be read from its drive: "
+            f"{what} ({nbytes:,} bytes) could not be read from its drive: "
             f"{os.strerror(refusal.errno or errno.EIO)}; training cannot go on without it. Go on from a checkpoint, "
             "with another drive",
         ) from refusal

@@ -13,19 +13,19 @@ from lightning_ssd.common.tensors import Piece
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.files.cache_reader import CacheReader, Read
-from lightning_ssd.parameters.files.mapped_storage import MappedStorage, Part, mapped_storage_of, naming
+from lightning_ssd.parameters.files.mapped_storage import ByteRange, MappedStorage, mapped_storage_of, reading
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 
 __all__ = ["UpdatePages"]
 
-_NAMES = ("or gradient that is updated",)
+_UPDATED = "a weight or gradient that is updated"
 
 
 class _Run(NamedTuple):
     """Bytes of one storage that an update uses."""
 
     memory: MappedStorage
-    part: Part
+    part: ByteRange
     changes: bool
 
     @property
@@ -79,10 +79,10 @@ class UpdatePages:
     def _bring_in(self, runs: Sequence[_Run]) -> None:
         """Read all before one is mapped to be written to: it might be written to the drive before it has changed."""
         for run in runs:
-            with naming(_NAMES, run.memory.nbytes):
+            with reading(_UPDATED, run.memory.nbytes):
                 run.memory.read(None, self._scratch, part=run.part)
         for run in runs:
-            with naming(_NAMES, run.memory.nbytes):
+            with reading(_UPDATED, run.memory.nbytes):
                 run.memory.bring_in(run.part, changes=run.changes)
 
     def close(self) -> None:

@@ -159,16 +159,16 @@ class WeightFiles:
         refusal: OutOfSpaceError | None = None
         try:
             for drive, most in [*wanted, *((drive, nbytes) for drive in drives)]:
-                left = step = min(most, nbytes - done)
-                while step:
+                left = piece = min(most, nbytes - done)
+                while piece:
                     try:
-                        extent = arenas[drive].allocate(step)
+                        extent = arenas[drive].allocate(piece)
                     except OutOfSpaceError as error:
-                        refusal, step = error, step // 2 // _STEP_BYTES * _STEP_BYTES
+                        refusal, piece = error, piece // 2 // _STEP_BYTES * _STEP_BYTES
                         continue
-                    stripes.append(Stripe(drive, arenas[drive], extent, done, step))
-                    done, left = done + step, left - step
-                    step = min(step, left)
+                    stripes.append(Stripe(drive, arenas[drive], extent, done, piece))
+                    done, left = done + piece, left - piece
+                    piece = min(piece, left)
             if done < nbytes and refusal is not None:
                 raise refusal
         except BaseException:
