@@ -247,7 +247,7 @@ def _probed_shares(backend: Backend, environment: Environment) -> Sequence[float
     try:
         with StatusLine(f"Probing {place}", delay_s=0), deferring_interrupts():
             return measure_rates(backend, environment.paths).by_directory
-    except OSError as error:
+    except (OSError, RuntimeError, MemoryError) as error:
         _log.info("%s could not be measured (%s), and get equal parts of weights and gradients", place, error)
         return ()
 

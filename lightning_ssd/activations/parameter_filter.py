@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -42,7 +43,8 @@ class ParameterStorages:
     def __init__(self) -> None:
         self.keys: dict[int, StorageKey] = {}
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
-        self.ungathered: list[ShardedParameter] = []
+        self.ungathered: list[weakref.ref[Any]] = []
+        """FSDP2's objects for parameters that it has not gathered yet."""
         self._num_to_walk = 0
         self._recognised: list[int] = []
         """Storages that have come by :meth:`recognise` since the last walk: inputs that want gradients come and go."""
@@ -131,7 +133,8 @@ class ParameterStorages:
             self._recognised.append(storage._cdata)
             return True
         if self.ungathered:
-            self._take_gathered(self.ungathered)
+            known = [one for reference in self.ungathered if (one := reference()) is not None]
+            self._take_gathered([ShardedParameter(one) for one in known])
             return storage._cdata in self.keys
         return False
 
@@ -149,7 +152,7 @@ class ParameterStorages:
             for tensor in tensors:
                 self._add(tensor.untyped_storage())
             if not tensors:
-                ungathered.append(parameter)
+                ungathered.append(weakref.ref(parameter.fsdp_param))
         self.ungathered = ungathered
 
     def _add(self, storage: torch.UntypedStorage) -> None:

@@ -144,24 +144,24 @@ class ShardedParameter:
 
     def __init__(self, fsdp_param: Any, group: Any = None, group_name: str = "") -> None:
         self.group, self.group_name = group, group_name
-        self._fsdp_param = fsdp_param
+        self.fsdp_param = fsdp_param
 
     @property
     def parameter(self) -> torch.Tensor:
         """The DTensor that the optimizer has, also while the module shows the gathered parameter."""
-        parameter: torch.Tensor = self._fsdp_param.sharded_param
+        parameter: torch.Tensor = self.fsdp_param.sharded_param
         return parameter
 
     @property
     def names(self) -> list[tuple[torch.nn.Module, str]]:
         """Each module that has the parameter, with the parameter's name in it."""
-        info = self._fsdp_param._module_info
+        info = self.fsdp_param._module_info
         return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
     def gathered(self) -> list[torch.Tensor]:
         """Return the tensors that hold it while it is gathered (see the note above); empty before the first time."""
         # No getattr() with a default: should a PyTorch rename them, an error is better than wrong bytes.
-        return [*self._fsdp_param.all_gather_outputs, *self._fsdp_param._unsharded_inner_tensors]
+        return [*self.fsdp_param.all_gather_outputs, *self.fsdp_param._unsharded_inner_tensors]
 
     def holders(self) -> list[torch.Tensor]:
         """Return the local tensor of the DTensor, and all other tensors of FSDP2 over the same memory.
@@ -171,12 +171,12 @@ class ShardedParameter:
         local = local_of(self.parameter)
         if local.is_meta:
             return [local]
-        if self._fsdp_param._sharded_param_data.is_meta:
+        if self.fsdp_param._sharded_param_data.is_meta:
             # The parameters were made on the meta device, and their modules have got memory since. FSDP2 itself would
             # take that memory over in the first forward.
-            self._fsdp_param.reset_sharded_param()
+            self.fsdp_param.reset_sharded_param()
             local = local_of(self.parameter)
-        flat = self._fsdp_param._sharded_param_data
+        flat = self.fsdp_param._sharded_param_data
         found = {id(t): t for tensor in (local, flat) for t in (tensor, tensor._base) if t is not None}
         return [
             tensor for tensor in found.values() if tensor.untyped_storage()._cdata == local.untyped_storage()._cdata

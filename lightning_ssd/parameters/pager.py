@@ -189,7 +189,7 @@ class Pager(ABC, Generic[Memory]):
     @property
     def to_come_bytes(self) -> int:
         """Bytes that may be in memory at a time, and are not present."""
-        return 0 if self.is_closed else self.window_bytes - self.passing_bytes
+        return 0 if self.is_closed else max(self.window_bytes - self.passing_bytes, 0)  # the former may grow meanwhile
 
     # -- uses ----------------------------------------------------------------------------------------------------
 

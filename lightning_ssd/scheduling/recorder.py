@@ -28,6 +28,7 @@ from typing import TypeVar
 from lightning_ssd.common.tensors import StorageKey, is_released
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
 from lightning_ssd.scheduling.clock import Clock, Stamp
+from lightning_ssd.telemetry.metrics import intersection
 
 __all__ = ["Recorder"]
 
@@ -253,7 +254,8 @@ class Recorder:
         device = self._device(end)
         spent_s, own_s = (sum(map(device.lost_s, spans)) for spans in (self._hooks, self._own))
         stalls = [] if self._clock.lag else self._since_begin(self.stalls)
-        return max(spent_s - own_s - sum(stop_s - begin_s for begin_s, stop_s in stalls), 0.0)
+        hooks = [(device.at(begin_s), device.at(stop_s)) for begin_s, stop_s in self._hooks]
+        return max(spent_s - own_s - sum(stop_s - begin_s for begin_s, stop_s in intersection(stalls, hooks)), 0.0)
 
     def trace(self, end: Stamp, refused: Collection[str] = ()) -> Trace:
         """Sum up the pass, which was over at ``end``. On CUDA this waits for the device.

@@ -18,7 +18,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_ssd.errors import FULL_ERRNOS, OffloaderClosedError, OutOfSpaceError, StorageError, as_storage_error
+from lightning_ssd.errors import (
+    FULL_ERRNOS,
+    OffloaderClosedError,
+    OutOfSpaceError,
+    StorageError,
+    as_storage_error,
+    forget_frames,
+)
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.extents import Extent, ExtentAllocator
 from lightning_ssd.storage.filesystem import cannot_hold
@@ -323,6 +330,7 @@ def reserve_together(arenas: Sequence[Arena], nbytes: int, what: str) -> None:
         try:
             arena.reserve(-(-nbytes // len(arenas)))
         except OutOfSpaceError as error:
+            forget_frames(error)  # they hold what is to be written
             refusal = refusal or error
     if refusal is None:
         return

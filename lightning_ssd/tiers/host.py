@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
 from lightning_ssd.storage.extents import Extent
@@ -82,8 +83,10 @@ class HostTier(Tier):
         return self.arena.used_bytes
 
     def claim_all(self, sizes: Sequence[int], claimed: list[list[Part] | None]) -> None:
-        for nbytes in sizes:
-            claimed.append(None if (extent := self.arena.allocate(nbytes)) is None else [Part(0, nbytes, 0, extent)])
+        with deferring_interrupts():
+            for nbytes in sizes:
+                extent = self.arena.allocate(nbytes)
+                claimed.append(None if extent is None else [Part(0, nbytes, 0, extent)])
 
     @property
     def uncut_bytes(self) -> int:

@@ -218,6 +218,7 @@ class Write(Transfer):
                     one.parts.remove(part)
                 self._tier.free_parts([part])
                 self._tier.gives_up(part.lane, error)
+                forget_frames(error)  # they hold what is to be written
                 refused[part.lane] = error
 
     def _end(self, group: Sequence[_Outgoing], closed: BaseException | None = None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from lightning_ssd.errors import FULL_ERRNOS, OutOfSpaceError
+from lightning_ssd.errors import FULL_ERRNOS, OutOfSpaceError, forget_frames
 from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.spill_file import Arena, Extent, reserve_together
@@ -124,6 +124,7 @@ class SsdTier(Tier):
             try:
                 return Part(start, nbytes, lane, self._arenas[lane].allocate(nbytes))
             except OSError as refusal:
+                forget_frames(refusal)  # they hold what is to be written
                 self.gives_up(lane, refusal)
                 error = refusal
         raise error or list(refused.values())[-1]

@@ -1,6 +1,7 @@
 """Weights and gradients of a CPU on several drives: each gets its share, all work at once, and the bits are equal."""
 
 import errno
+import gc
 import os
 import threading
 
@@ -276,3 +277,46 @@ def test_shares_follow_what_was_measured(directories):
         offloader = opened(_wrap_backend=SlowB)
         fast, slow = offloader._parts.parameters.files._shares
         assert 1.5 < fast / slow < 10, "it may have had one chunk at a time, the other one two"
+
+
+def test_weights_wait_though_one_directory_is_full_and_nothing_collects_garbage(directories, full):
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).requires_grad_(False)
+    full.add("a")
+    gc.disable()
+    try:
+        with offloaders(directories[:2], policy) as opened:
+            offloader = opened()
+            offloader.register_module(model)
+            assert offloader.stats.weights_bytes >= 2 * 4 * 512 * 512
+    finally:
+        gc.enable()
+
+
+def test_what_is_reserved_is_used_to_the_last_block(opens, full, monkeypatch):
+    monkeypatch.setattr(weight_files, "_STEP_BYTES", 2 << 20)
+    files, expected = opens(1.0, 1.0), [random_bytes(3 << 20) for _ in range(3)]
+    files.check_room([one.nbytes for one in expected], changes=False)
+    full.update("ab")
+    found = [files.write(one.untyped_storage(), changes=False) for one in expected]
+    assert all(map(torch.equal, map(shown, found), expected))
+
+
+def test_what_is_still_written_when_an_interrupt_comes_keeps_its_place(opens, monkeypatch):
+    goes_on = threading.Event()
+
+    class Hangs(WrappedBackend):
+        def write(self, arena, region, offset):
+            if arena.directory.name == "b":
+                assert goes_on.wait(PATIENCE_S)
+            super().write(arena, region, offset)
+
+    def interrupted(task, doing=None):
+        raise KeyboardInterrupt
+
+    files = opens(1.0, 1.0, wrap=Hangs)
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_files.Task, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            files.write(random_bytes().untyped_storage(), changes=False)
+    assert files.used_bytes > 0, "another weight there would get the bytes of this one"
+    goes_on.set()

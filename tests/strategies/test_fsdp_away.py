@@ -109,7 +109,7 @@ def run(
 def test_tensors_stay_the_objects_that_they_were(mesh: Any, opened: Callable[..., Offloader]) -> None:
     model = sharded(mesh)
     weight, local = model[0][0].weight, local_of(model[0][0].weight)
-    flat = next(sharded_of(model[0]))._fsdp_param._sharded_param_data
+    flat = next(sharded_of(model[0])).fsdp_param._sharded_param_data
     version, before = local._version, local.clone()
     opened().register_module(model)
     assert model[0][0].weight is weight

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import Region, StorageKey, storage_of
 from lightning_ssd.errors import StorageError, as_storage_error
@@ -239,10 +240,11 @@ class MappedStorage:
 
     def forget(self) -> None:
         """Unmap the memory of a storage that is held no more, then give its place in the file back. Idempotent."""
-        if self._view is not None:  # else it was, and another storage may have the place by now
-            self._view = None
-            for stripe in self.stripes:
-                stripe.arena.free(stripe.extent)
+        with deferring_interrupts():
+            if self._view is not None:  # else it was, and another storage may have the place by now
+                self._view = None
+                for stripe in self.stripes:
+                    stripe.arena.free(stripe.extent)
 
 
 def _write_all(fd: int, region: Region, offset: int) -> None:

@@ -86,10 +86,10 @@ class WeightFiles:
         nbytes, start = storage.nbytes(), storage.data_ptr() % VECTOR_BYTES
         if start:
             return self._write_unaligned(storage, start, changes=changes)
-        stripes = self._allocate(nbytes, changes=changes)
+        stripes, others = self._allocate(nbytes, changes=changes), list[Task[None]]()
         try:
             writes = [partial(self._write_stripe, storage, stripe) for stripe in stripes]
-            others = [Task(write, "lightning_ssd-weights") for write in writes[1:]]
+            others += [Task(write, "lightning_ssd-weights") for write in writes[1:]]
             with ExitStack() as ending:  # while one is written, nothing else may get its place
                 for other in others:
                     ending.callback(other.wait)
@@ -99,7 +99,8 @@ class WeightFiles:
                 other.result()
             return MappedStorage(stripes, nbytes)
         except BaseException:
-            _free(stripes)
+            if all(other.wait_for(0.0) for other in others):  # else an interrupt has come, and one still writes there
+                _free(stripes)
             raise
 
     def _write_stripe(self, storage: torch.UntypedStorage, stripe: Stripe) -> None:
@@ -155,16 +156,19 @@ class WeightFiles:
         lacking = [(sum(used) + nbytes) * share - have for share, have in zip(self._shares, used, strict=True)]
         drives = [(self._first + index) % self.num_drives for index in range(self.num_drives)]
         drives.sort(key=lambda drive: -lacking[drive])
-        wanted = [(drive, round_up(max(int(lacking[drive]), 0), _STEP_BYTES)) for drive in drives]
+        wanted = [(drive, round_up(max(int(lacking[drive]), 0), _STEP_BYTES), _STEP_BYTES) for drive in drives]
+        # In the end what is reserved is used to the last block.
+        wanted += [(drive, nbytes, self._backend.block_bytes) for drive in drives]
         refusal: OutOfSpaceError | None = None
         try:
-            for drive, most in [*wanted, *((drive, nbytes) for drive in drives)]:
+            for drive, most, least in wanted:
                 left = piece = min(most, nbytes - done)
                 while piece:
                     try:
                         extent = arenas[drive].allocate(piece)
                     except OutOfSpaceError as error:
-                        refusal, piece = error, piece // 2 // _STEP_BYTES * _STEP_BYTES
+                        refusal, half = error, piece // 2
+                        piece = half // _STEP_BYTES * _STEP_BYTES or half // least * least
                         continue
                     stripes.append(Stripe(drive, arenas[drive], extent, done, piece))
                     done, left = done + piece, left - piece
@@ -174,6 +178,8 @@ class WeightFiles:
         except BaseException:
             _free(stripes)
             raise
+        finally:
+            refusal = None  # it holds our frame, which holds our caller's, and so the storage
         return stripes
 
     def is_still(self, storage: MappedStorage) -> bool:
