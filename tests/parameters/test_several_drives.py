@@ -281,11 +281,11 @@ def test_shares_follow_what_was_measured(directories):
 
 def test_weights_wait_though_one_directory_is_full_and_nothing_collects_garbage(directories, full):
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).requires_grad_(False)
-    full.add("a")
     gc.disable()
     try:
         with offloaders(directories[:2], policy) as opened:
             offloader = opened()
+            full.add("a")  # it has a share by then
             offloader.register_module(model)
             assert offloader.stats.weights_bytes >= 2 * 4 * 512 * 512
     finally:
