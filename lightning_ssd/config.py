@@ -130,9 +130,10 @@ class OffloadPolicy:
     Only with ``optimizer_states="offload"``."""
 
     memory_budget: Size | None = None
-    """Limit of the peak of device memory (on a CPU: of the process' memory); ``None``: as low as ``max_slowdown``
-    allows. Only with ``activations="auto"``. With ``parameters="auto"``, weights and gradients are offloaded for it,
-    too."""
+    """Limit of the peak of all memory: on a GPU of what PyTorch allocates there, on a CPU of the process. It is
+    approximate, and does not count what an optimizer's update takes. If no plan can keep it, training stops with a
+    ``BudgetError`` that names the smallest that works. Only with ``activations="auto"``. With ``parameters="auto"``,
+    weights and gradients are offloaded for it, too. ``None``: no limit."""
 
     activation_budget: Size | None = None
     """Limit of the saved activations in memory, from the first step on. If no plan can keep it, steps exceed it until
@@ -294,8 +295,8 @@ class HardwareProfile:
 
     host_memory: Size | Literal["auto"] = "auto"
     """Limit of host memory that is used in place of drives, for the activations and all optimizer states of a process
-    together; 0: none. On a CPU it is for states that stay where they are updated. "auto": on CUDA a quarter of the
-    available memory, shared by the machine's processes; on a CPU 0, because it would save nothing."""
+    together; 0: none. On a CPU so many bytes of optimizer states stay in memory and do not move. "auto": on CUDA a
+    quarter of the available memory, shared by the machine's processes; on a CPU 0, because it would save nothing."""
 
     drive_endurance: Size | None = None
     """Bytes that each drive is rated to be written over its life (its "TBW", for example "600TB"); ``None``: unknown,

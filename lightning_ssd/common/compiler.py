@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import sys
 import threading
@@ -31,6 +32,15 @@ def compiler_is_at_work() -> bool:
 
 # Guards the stance. First in the order of locks, because user code runs under it.
 _trials = threading.RLock()
+
+
+def _after_fork() -> None:
+    """A fork has no thread that would give the lock back."""
+    global _trials
+    _trials = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager

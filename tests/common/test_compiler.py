@@ -1,6 +1,8 @@
 """What the compiler sees of the package, and that trials of user code leave no mark in it."""
 
 import gc
+import os
+import signal
 import threading
 import weakref
 
@@ -10,6 +12,7 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.compiler import compiler_is_at_work, uncompiled
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo's own
 
@@ -125,3 +128,24 @@ def test_where_the_compiler_is_at_work():
     assert not compiler_is_at_work()
     torch.compile(function, backend="eager")(torch.ones(3))
     assert seen == [False], "what is disabled is not compiled code"
+
+
+def test_a_fork_in_the_midst_of_a_trial_can_try_as_well():
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def trial():
+        with uncompiled():
+            has_begun.set()
+            may_end.wait(PATIENCE_S)
+
+    thread = threading.Thread(target=trial)
+    thread.start()
+    assert has_begun.wait(PATIENCE_S)
+    child = os.fork()
+    if not child:
+        signal.alarm(5)  # ends a child that waits for ever
+        with uncompiled():
+            os._exit(0)
+    may_end.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
