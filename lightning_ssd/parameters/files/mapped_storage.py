@@ -25,7 +25,16 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES, libc
 from lightning_ssd.storage.spill_file import Arena, Extent
 
-__all__ = ["ByteRange", "MappedStorage", "Stripe", "is_mapped", "mapped_storage_of", "reading", "write_refusal"]
+__all__ = [
+    "ByteRange",
+    "MappedStorage",
+    "Stripe",
+    "free_stripes",
+    "is_mapped",
+    "mapped_storage_of",
+    "reading",
+    "write_refusal",
+]
 
 _WAIT_BEFORE, _WRITE = 1, 2  # SYNC_FILE_RANGE_WAIT_BEFORE and SYNC_FILE_RANGE_WRITE
 _sync_file_range: Callable[..., int] = libc.sync_file_range
@@ -63,6 +72,12 @@ class Stripe(NamedTuple):
     start: int
     """Where in what is shown it begins."""
     nbytes: int
+
+
+def free_stripes(stripes: Sequence[Stripe]) -> None:
+    """Give back the places in the files."""
+    for stripe in stripes:
+        stripe.arena.free(stripe.extent)
 
 
 class MappedStorage:
@@ -243,8 +258,7 @@ class MappedStorage:
         with deferring_interrupts():
             if self._view is not None:  # else it was, and another storage may have the place by now
                 self._view = None
-                for stripe in self.stripes:
-                    stripe.arena.free(stripe.extent)
+                free_stripes(self.stripes)
 
 
 def _write_all(fd: int, region: Region, offset: int) -> None:

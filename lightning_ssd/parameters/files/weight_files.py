@@ -21,7 +21,7 @@ from lightning_ssd.common.task import Task
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OutOfSpaceError, StorageError, UnsuitablePathError, as_storage_error
 from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, VECTOR_BYTES
-from lightning_ssd.parameters.files.mapped_storage import MappedStorage, Stripe, write_refusal
+from lightning_ssd.parameters.files.mapped_storage import MappedStorage, Stripe, free_stripes, write_refusal
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.spill_file import Arena, reserve_together
 
@@ -88,7 +88,10 @@ class WeightFiles:
             return self._write_unaligned(storage, start, changes=changes)
         stripes, others = self._allocate(nbytes, changes=changes), list[Task[None]]()
         try:
-            writes = [partial(self._write_stripe, storage, stripe) for stripe in stripes]
+            by_drive: dict[int, list[Stripe]] = {}
+            for stripe in stripes:
+                by_drive.setdefault(stripe.drive, []).append(stripe)
+            writes = [partial(self._write_stripes, storage, mine) for mine in by_drive.values()]
             others += [Task(write, "lightning_ssd-weights") for write in writes[1:]]
             with ExitStack() as ending:  # while one is written, nothing else may get its place
                 for other in others:
@@ -100,20 +103,22 @@ class WeightFiles:
             return MappedStorage(stripes, nbytes)
         except BaseException:
             if all(other.wait_for(0.0) for other in others):  # else an interrupt has come, and one still writes there
-                _free(stripes)
+                free_stripes(stripes)
             raise
 
-    def _write_stripe(self, storage: torch.UntypedStorage, stripe: Stripe) -> None:
-        end = min(stripe.start + stripe.nbytes, storage.nbytes())
-        body = stripe.start + (end - stripe.start) // self._backend.block_bytes * self._backend.block_bytes
-        for start in range(stripe.start, body, DEFAULT_CHUNK_BYTES):
-            region = Region(storage.data_ptr() + start, min(DEFAULT_CHUNK_BYTES, body - start))
-            self._backend.write(stripe.arena, region, stripe.extent.offset + start - stripe.start)
-        if body < end:  # less than a block, with zeros behind it
-            block = torch.zeros(self._backend.block_bytes, dtype=torch.uint8, device="cpu")
-            ctypes.memmove(block.data_ptr(), storage.data_ptr() + body, end - body)
-            tail = Region(block.data_ptr(), block.nbytes)
-            self._backend.write(stripe.arena, tail, stripe.extent.offset + body - stripe.start)
+    def _write_stripes(self, storage: torch.UntypedStorage, stripes: Sequence[Stripe]) -> None:
+        """Write those of one drive, one after the other."""
+        for stripe in stripes:
+            end = min(stripe.start + stripe.nbytes, storage.nbytes())
+            body = stripe.start + (end - stripe.start) // self._backend.block_bytes * self._backend.block_bytes
+            for start in range(stripe.start, body, DEFAULT_CHUNK_BYTES):
+                region = Region(storage.data_ptr() + start, min(DEFAULT_CHUNK_BYTES, body - start))
+                self._backend.write(stripe.arena, region, stripe.extent.offset + start - stripe.start)
+            if body < end:  # less than a block, with zeros behind it
+                block = torch.zeros(self._backend.block_bytes, dtype=torch.uint8, device="cpu")
+                ctypes.memmove(block.data_ptr(), storage.data_ptr() + body, end - body)
+                tail = Region(block.data_ptr(), block.nbytes)
+                self._backend.write(stripe.arena, tail, stripe.extent.offset + body - stripe.start)
 
     def _write_unaligned(self, storage: torch.UntypedStorage, start: int, *, changes: bool) -> MappedStorage:
         """Through the page cache, since it does not begin with a block: what it is shown by is aligned as it is."""
@@ -142,7 +147,7 @@ class WeightFiles:
         try:
             return MappedStorage(stripes, nbytes, start=start)
         except BaseException:
-            _free(stripes)
+            free_stripes(stripes)
             raise
 
     def _allocate(self, nbytes: int, *, changes: bool) -> list[Stripe]:
@@ -176,7 +181,7 @@ class WeightFiles:
             if done < nbytes and refusal is not None:
                 raise refusal
         except BaseException:
-            _free(stripes)
+            free_stripes(stripes)
             raise
         finally:
             refusal = None  # it holds our frame, which holds our caller's, and so the storage
@@ -249,11 +254,6 @@ class WeightFiles:
 
     def _padded(self, nbytes: int) -> int:
         return round_up(nbytes, self._backend.block_bytes)
-
-
-def _free(stripes: Sequence[Stripe]) -> None:
-    for stripe in stripes:
-        stripe.arena.free(stripe.extent)
 
 
 def _lost(arena: Arena, error: OSError) -> StorageError:
