@@ -35,8 +35,9 @@ _trials = threading.RLock()
 
 
 def _after_fork() -> None:
-    """A fork has no thread that would give the lock back."""
+    """Make the lock anew, because a fork has no thread that would give it back."""
     global _trials
+    # In the order of locks: as the one before.
     _trials = threading.RLock()
 
 
