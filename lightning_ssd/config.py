@@ -152,8 +152,8 @@ class OffloadPolicy:
     "recompute_offload"."""
 
     verify: Literal["off", "sampled", "full"] = "off"
-    """Checksums of bytes that are read back. "full" checks every storage from a tier, and weights in a file of yours.
-    "sampled" checks one in sixteen."""
+    """Checksums of bytes that are read back. "full" checks every storage from a tier, "sampled" one in sixteen. None
+    checks weights and gradients in files."""
 
     wear_budget: Size | None = None
     """Limit of bytes written per day by activations, states, weights and gradients together, or "1.0DWPD" (drive writes
@@ -303,9 +303,9 @@ class HardwareProfile:
     so that no drive life is reported."""
 
     write_rate: Size | None = None
-    """Sustained write rate of each of ``paths`` in bytes per second (for example "3.5GB"), from ``lightning-ssd bench``
-    or a data sheet. Plans begin with it, unless a short trial of the drive shows less. Rates that the run measures
-    replace it. ``None``: unknown, plans begin with the trial's rate."""
+    """Sustained write rate of each of ``paths`` in bytes per second (for example "3.5GB"), of unequal drives the
+    average, from ``lightning-ssd bench`` or a data sheet. Plans begin with it, unless a short trial of the drive shows
+    less. Rates that the run measures replace it. ``None``: unknown, plans begin with the trial's rate."""
 
     read_rate: Size | None = None
     """Read rate of each of ``paths`` in bytes per second, used like ``write_rate``."""

@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+import re
 import threading
 
 import numpy as np
@@ -358,8 +359,10 @@ def test_pytorchs_own_and_what_inherits_all_that_a_step_calls_are_known(
     assert (is_known(pair.inner), is_elementwise(pair.inner)) == (known, elementwise)
     with opened(spill_dir) as offloader:
         if not known:
-            with pytest.raises(ConfigError, match=r"known to be exact for Adam, AdamW, .*got .*declare it"):
+            with pytest.raises(ConfigError, match=r"known to be exact for Adam, AdamW, .*got .*declare it") as refusal:
                 offloader.offload_optimizer(pair.inner)
+            line = re.search(r"OffloadPolicy\(.*?\)", str(refusal.value))[0]
+            assert eval(line).per_parameter_optimizers == (type(pair.inner).__name__,)  # accepted as it is written
         elif make is not torch.optim.SparseAdam:  # which takes no dense gradients
             monkeypatch.setattr("lightning_ssd.optimizer.offloaded_optimizer.rehearse", None)
             optimizer = offloader.offload_optimizer(pair.inner)

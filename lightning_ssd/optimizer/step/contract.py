@@ -96,7 +96,7 @@ def refuse_undeclared(optimizer: Optimizer, declared: Collection[str]) -> None:
             f"{_OFFLOAD} updates some parameters at a time. That is known to be exact for {known} of torch.optim; got "
             f"{kind.__module__}.{kind.__qualname__}. If its step updates each parameter by that parameter, its "
             "gradient, its state and its group's options alone, declare it: "
-            f"OffloadPolicy(per_parameter_optimizers=[{name!r}]). Else use {_KEEP}"
+            f"OffloadPolicy(optimizer_states='offload', per_parameter_optimizers=[{name!r}]). Else use {_KEEP}"
         )
     elsewhere = [n for base in kind.__mro__ for n, v in vars(base).items() if isinstance(v, MemberDescriptorType)]
     elsewhere += {"param_groups", "state"} - vars(optimizer).keys()
