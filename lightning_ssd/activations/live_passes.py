@@ -100,7 +100,6 @@ class LivePasses:
         self._looked_s = 0.0
         self._last_available: int | None = None
         self._last_level = 0
-        self._last_plain: Hashable = None  # signature of the last pass, if that ran without hooks
 
     def __iter__(self) -> Iterator[SavedPass]:
         return iter(self._passes)
@@ -108,32 +107,8 @@ class LivePasses:
     def __reversed__(self) -> Iterator[SavedPass]:
         return reversed(self._passes)
 
-    def goes_on_plain(self, current: SavedPass) -> bool:
-        """Whether a forward that begins now needs no hooks, as the last one a moment ago; if so, it has entered.
-
-        Looking at everything again takes as long as one percent of a short pass.
-        """
-        signature = current.signature
-        if signature is None or signature != self._last_plain or self._passes or current.begin is not None:
-            return False
-        if self._wants_hooks():
-            return False
-        if self._scheduler is not None:
-            if time.perf_counter() - self._looked_s > _FRESH_S:
-                return False
-            if not (self._saves_nothing(signature) or self._scheduler.goes_on_keeping(signature)):
-                return False
-        if not self._needs_no_hooks(signature):
-            return False
-        current.begin = self._begin_of(current, 0)
-        current.is_plain = True
-        self._accounting.counters.num_plain_passes += 1
-        self._passes.append(current)
-        return True
-
     def enter_plain(self, current: SavedPass) -> None:
         """A forward begins that may have no hooks, whatever is planned. Nothing is learnt from it."""
-        self._last_plain = None
         self.finish(all_freed=True)
         self.prune()
         current.is_plain = True
@@ -147,7 +122,6 @@ class LivePasses:
         Raises:
             RuntimeError: it was a pass already, whose backward is over.
         """
-        self._last_plain = None
         self.finish(all_freed=True)
         self.prune()
         if current.is_finished:
@@ -181,7 +155,6 @@ class LivePasses:
         if may_keep_all and self._needs_no_hooks(current.signature, current.cursor):
             current.is_plain = True
             counters.num_plain_passes += 1
-            self._last_plain = current.signature
         self._set_heap_mode(current.cursor, available_bytes)
         current.begin = self._begin_of(current, level_bytes)
         if not current.is_plain:
@@ -258,7 +231,6 @@ class LivePasses:
     def count_again(self) -> None:
         """Peaks begin anew: the next pass of each kind is counted, so that they have what it saves."""
         self._seen.clear()
-        self._last_plain = None
 
     def _see(self, current: SavedPass) -> None:
         """A pass with hooks has told what its kind saves."""

@@ -11,6 +11,12 @@ Note: What happens when a lease dies
     thread holds any lock of ours; and Ctrl-C that fell into Python code that runs then would be lost. So none of ours
     does. The lease is what holds the memory, which goes with it; its weak reference puts a note into a queue, in C,
     which the :class:`~lightning_ssd.activations.accounting.MemoryAccounting` works off at the next regular operation.
+
+Note: A storage that is saved in parts
+    PyTorch's own operations count a version when they write into a storage. A kernel from elsewhere (Triton, an
+    extension, NumPy on a CPU) does not: it may fill the second half of a buffer when the first half has been saved, or
+    even written. So what is saved later is there behind a mark taken *then*, and no copy that was made before is used
+    for it. The program holds until then what will be saved later, so that writing it earlier would free nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +30,6 @@ import torch
 
 from lightning_ssd.activations.accounting import NO_LEASE, Death, MemoryAccounting
 from lightning_ssd.activations.operation import Operation
-from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.storage_state import AWAY, READY, State
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe
 from lightning_ssd.common.tensors import StorageKey, TensorSpec, is_released, new_tuple
@@ -37,7 +42,7 @@ from lightning_ssd.tiers.tier import Tier
 if TYPE_CHECKING:
     from lightning_ssd.activations.saved_pass import SavedPass
 
-__all__ = ["Lease", "SavedStorage", "SavedTensor", "open_saved"]
+__all__ = ["Lease", "SavedStorage", "SavedTensor", "open_saved", "shows_all"]
 
 
 @dataclass(init=False, repr=False, eq=False, slots=True)
@@ -67,7 +72,7 @@ class SavedStorage(VersionProbe):
     num_tensors: int
     num_unpacked: int
     operation: Operation | None  # the operation that may fill it after having saved it
-    parts: SavedParts
+    is_whole: bool  # whether the first saved tensor showed all of it
     produced: StreamEvent  # passes when the packed bytes are there
     read: Read | None  # the read that is under way, with others in it
     state: State
@@ -92,15 +97,12 @@ class SavedStorage(VersionProbe):
         """Whether a tensor over our storage, now at ``version``, still has the bytes that we saved."""
         return version == self.saved == self.alias._version and self.shares_counter(tensor)
 
-    def shows(self, tensor: torch.Tensor, mark: Callable[[], StreamEvent]) -> bool:
-        """Whether a tensor with the value that we saved may be saved with it: it shows bytes that we hold or have
-        written. If it shows more, these are there when ``mark`` has passed, and no copy made before has them.
-        """
-        if self.parts.covers(tensor):
+    def shares_with_others(self, mark: Callable[[], StreamEvent]) -> bool:
+        """Whether a tensor with the value that we saved may be saved with it. See the note above on parts."""
+        if self.is_whole:
             return True
         if self.state is not State.KEPT and self.state is not State.TAKEN_BACK:
             return False
-        self.parts.add(tensor)
         self.produced = mark()
         return True
 
@@ -136,7 +138,7 @@ class SavedStorage(VersionProbe):
     @property
     def is_saved_whole(self) -> bool:
         """Whether all that may be saved of it has been: all of it, or the program holds it no more."""
-        return self.parts.is_whole or is_released(self.identity)
+        return self.is_whole or is_released(self.identity)
 
     @staticmethod
     def queue_writes(records: Sequence[SavedStorage], tier: Tier) -> None:
@@ -394,7 +396,7 @@ def open_saved(
     record: SavedStorage,
     storage: torch.UntypedStorage,
     nbytes: int,
-    parts: SavedParts,
+    is_whole: bool,
     produced: StreamEvent = PASSED,
     operation: Operation | None = None,
 ) -> Lease:
@@ -406,7 +408,7 @@ def open_saved(
         record: of the storage, which is made for the first saved tensor over it.
         storage: with the bytes.
         nbytes: of the storage.
-        parts: that are saved of it.
+        is_whole: whether the tensor shows all of it.
         produced: its bytes are there once this has passed.
         operation: that may fill it.
     """
@@ -415,7 +417,7 @@ def open_saved(
     record.key = record.identity = key = StorageKey(storage)
     record.cdata = key.cdata
     record.nbytes = nbytes
-    record.parts = parts
+    record.is_whole = is_whole
     record.produced = produced
     record.index = len(current.records)
     record.state = State.KEPT
@@ -435,6 +437,23 @@ def open_saved(
     accounting.by_storage[record.cdata] = record
     accounting.notes.append(record)
     return lease
+
+
+def shows_all(tensor: torch.Tensor, nbytes: int) -> bool:
+    """Return whether a tensor shows each byte of a storage, in whatever order of its dimensions.
+
+    Args:
+        tensor: over the storage.
+        nbytes: of the storage.
+    """
+    if tensor.nbytes != nbytes or tensor.is_contiguous():
+        return tensor.nbytes == nbytes
+    dense = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1 and stride != dense:
+            return False
+        dense *= size
+    return True
 
 
 class SavedTensor(NamedTuple):

@@ -31,9 +31,8 @@ from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.parameter_filter import ParameterStorages
 from lightning_ssd.activations.replay import DATA_PARTS, MIN_DATA_BYTES, hooks_of
 from lightning_ssd.activations.run_ahead import RunAhead
-from lightning_ssd.activations.saved_parts import WHOLE, SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor, open_saved
+from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor, open_saved, shows_all
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.activations.write_group import WriteGroup
 from lightning_ssd.common.formatting import format_sizes
@@ -223,8 +222,6 @@ class TensorCache:
         with self.accounting.lock:
             if is_graphed:
                 self._passes.enter_plain(current)
-                return
-            if self._passes.goes_on_plain(current):
                 return
             if self.accounting.recorder is not None:
                 self.accounting.recorder.forward_begins(alone=not self._passes.num_open)
@@ -606,9 +603,9 @@ class TensorCache:
         begin_s, waited_s, nbytes = time.perf_counter(), self._stalls.waited_s, storage.nbytes()
         record = SavedStorage(tensor)
         mark = self.copies.mark() if self.copies.is_asynchronous else PASSED
-        parts = WHOLE if tensor.nbytes == nbytes and tensor.is_contiguous() else SavedParts(nbytes, tensor)
         operation = None if tensor.requires_grad else Operation.current()
-        lease = open_saved(self.accounting, current, record, storage, nbytes, parts, mark, operation)
+        is_whole = shows_all(tensor, nbytes)
+        lease = open_saved(self.accounting, current, record, storage, nbytes, is_whole, mark, operation)
         record.num_tensors = 1
         if self._group.add(record, placement, self.accounting.most_saved_bytes):
             with self.accounting.lock:
@@ -626,7 +623,7 @@ class TensorCache:
         return SavedTensor.of(tensor, lease, record)
 
     def pack_again(self, record: SavedStorage, tensor: torch.Tensor) -> SavedTensor | None:
-        """Return what stands for a tensor over a storage that leaves, if it shows nothing else of it than those before.
+        """Return what stands for a tensor over a storage that leaves, if it may be saved with those before.
 
         Args:
             record: of the storage.
@@ -635,9 +632,9 @@ class TensorCache:
         lease = record.lease()
         if lease is None or not record.is_same_value(tensor._version, tensor) or record.alias.dtype != tensor.dtype:
             return None
-        if not record.parts.is_whole:
+        if not record.is_whole:
             with self.accounting.lock:
-                if not record.shows(tensor, self._mark):
+                if not record.shares_with_others(self._mark):
                     return None
         record.num_tensors += 1
         self.copies.protect(tensor)
@@ -661,7 +658,7 @@ class TensorCache:
         lease = record.lease() if isinstance(record, SavedStorage) else None
         if not isinstance(record, SavedStorage) or lease is None or record.nbytes != nbytes:
             return None
-        is_same = record.is_same_value(version, tensor) and record.shows(tensor, self._mark)
+        is_same = record.is_same_value(version, tensor) and record.shares_with_others(self._mark)
         return lease if is_same else None
 
     def _stay(
@@ -706,11 +703,12 @@ class TensorCache:
     ) -> Lease:
         """A storage seen for the first time in this version: keep it, or have it written."""
         nbytes = storage.nbytes()
-        parts = SavedParts(nbytes, tensor)
         if placement is None:
             placement = self._place(current, nbytes)
         operation = None if tensor.requires_grad else Operation.current()
-        lease = open_saved(self.accounting, current, record, storage, nbytes, parts, operation=operation)
+        lease = open_saved(
+            self.accounting, current, record, storage, nbytes, shows_all(tensor, nbytes), operation=operation
+        )
         self.accounting.settle()
         # What stays may have to go later, when another stream is the current one.
         record.produced = self._mark()

@@ -47,7 +47,7 @@ class WriteGroup:
         Returns:
             Whether there is enough for a job.
         """
-        if record.operation is None and record.parts.is_whole:
+        if record.operation is None and record.is_whole:
             self._ready.append((record, placement))
             self._nbytes += record.nbytes
         else:

@@ -151,17 +151,6 @@ class Scheduler:
         """Whether passes are held to a limit of all memory, so that what is in use counts at each of them."""
         return self._limits.limits_total_memory
 
-    def goes_on_keeping(self, signature: Hashable) -> bool:
-        """Return whether nothing has come up since the last pass of this kind, which kept everything without hooks."""
-        kind = self._kinds.get(signature)
-        if kind is None or kind.planning is not None or kind.wants_trace or self._limits.limits_total_memory:
-            return False
-        if not kind.rests:
-            return False
-        self._count_rest(kind)
-        self._is_following = False
-        return True
-
     def _count_rest(self, kind: PassKind) -> None:
         if kind.rests and kind.ends_rest():
             self._rested.append(kind)

@@ -3,14 +3,10 @@
 import pytest
 import torch
 
-from lightning_ssd.activations.saved_parts import SavedParts
+from lightning_ssd.activations.saved_storage import shows_all
 from tests.support.helpers import KEEP, Setup, open_offloader
 
 NUM = 1 << 14
-
-
-def parts_of(tensor):
-    return SavedParts(tensor.untyped_storage().nbytes(), tensor)
 
 
 @pytest.mark.parametrize("activations", ["offload", "keep"])
@@ -64,31 +60,16 @@ def test_a_part_leaves_when_nobody_else_holds_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "covered"),
+    ("view", "whole"),
     [
-        (lambda t: t, lambda t: t[1, 2:3], True),
-        (lambda t: t[0], lambda t: t[1], False),
-        (lambda t: t[:2], lambda t: t[1], True),
-        (lambda t: t[1:], lambda t: t[1:].reshape(-1)[3:9], True),
-        (lambda t: t[:, :2], lambda t: t[:, :2].t(), True),
-        (lambda t: t[:, :2], lambda t: t[:, 2:4], False),
-        (lambda t: t[:, :2], lambda t: t[:, 1:2], False),
-        (lambda t: t[0], lambda t: t[:0], True),
-        (lambda t: t[0].expand(7, 6), lambda t: t[0], True),
+        (lambda t: t, True),
+        (lambda t: t.t(), True),
+        (lambda t: t.view(4, 2, 1, 3).permute(3, 2, 0, 1), True),
+        (lambda t: t[1:], False),
+        (lambda t: t[:, :2], False),
+        (lambda t: t[0].expand(4, 6), False),
+        (lambda t: t.as_strided((4, 6), (1, 1)), False),
     ],
 )
-def test_what_a_part_shows(first, second, covered):
-    whole = torch.zeros(4, 6)
-    assert parts_of(first(whole)).covers(second(whole)) is covered
-
-
-def test_a_gap_between_two_parts_is_seen():
-    whole = torch.zeros(4, 6)
-    parts = parts_of(whole[0])
-    parts.add(whole[2])
-    assert not parts.covers(whole[1])
-    parts.add(whole[1])
-    assert parts.covers(whole[:3])
-    assert not parts.is_whole
-    parts.add(whole[3])
-    assert parts.is_whole
+def test_what_shows_all_of_a_storage(view, whole):
+    assert shows_all(view(torch.zeros(4, 6)), 4 * 6 * 4) is whole

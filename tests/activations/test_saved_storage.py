@@ -15,7 +15,6 @@ import torch
 
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.operation import Operation
-from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import Lease, SavedStorage, open_saved
 from lightning_ssd.activations.storage_state import AWAY, READY, State
@@ -53,8 +52,8 @@ class HooksThatKeepNothing:
 
 def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> SavedStorage:
     storage, accounting = tensor.untyped_storage(), MemoryAccounting()
-    parts, home = SavedParts(storage.nbytes(), tensor), SavedPass(HooksThatKeepNothing())
-    LEASES.append(open_saved(accounting, home, cls(tensor), storage, storage.nbytes(), parts))
+    home = SavedPass(HooksThatKeepNothing())
+    LEASES.append(open_saved(accounting, home, cls(tensor), storage, storage.nbytes(), is_whole=True))
     record = LEASES[-1].record
     record.home = None
     accounting.settle()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.activations.saved_parts import WHOLE
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.activations.tensor_cache import TensorCache
@@ -39,7 +38,7 @@ def all_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 class Record:
     can_be_evicted = True
     operation = None
-    parts = WHOLE
+    is_whole = True
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

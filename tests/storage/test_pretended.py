@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.activations.saved_parts import SavedParts
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.activations.storage_state import AWAY, State
 from lightning_ssd.activations.tensor_cache import TensorCache
@@ -489,7 +488,7 @@ GUARDS = {
     "users of reloads are recorded": ("backwards", without_protection_of_reloads, "memory could be lent again"),
     "a later part takes a new mark": (
         "parts",
-        lambda patch, device: patch.setattr(SavedParts, "covers", always(True)),
+        lambda patch, device: patch.setattr(SavedStorage, "shares_with_others", always(True)),
         "out uses memory before side has",
     ),
     "a mark is taken again when the operation is over": (
