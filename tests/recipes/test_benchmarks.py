@@ -14,7 +14,6 @@ from recipes.benchmarks import (
     drives,
     hooks,
     io,
-    io_beside_compute,
     memory_limit,
     memory_over_step,
     optimizer,
@@ -41,8 +40,6 @@ def tiny(monkeypatch):
     monkeypatch.setattr(hooks, "CHAIN", 60)
     monkeypatch.setattr(hooks, "ONCE_STORAGES", 20)
     monkeypatch.setattr(hooks, "ONCE_PARAMETERS", 8)
-    monkeypatch.setattr(io_beside_compute, "REQUEST_BYTES", 2 * MIB)
-    monkeypatch.setattr(io_beside_compute, "FILE_BYTES", 8 * MIB)
 
 
 def all_equal(rows, *names):
@@ -123,11 +120,6 @@ TOYS = {
         "--tiny --output {out}.png",
         lambda found: found["modes"].keys() == {"keep", "offload"},
     ),
-    "beside compute": (
-        io_beside_compute,
-        "--rounds 1 --seconds 0.2",
-        lambda found: {row["kind"] for row in found["medians"]} == {"alone", "read", "write"},
-    ),
     "drives": (
         io,
         "--size 60MiB --rounds 1",
@@ -202,7 +194,6 @@ def test_a_toy_run_of_recomputing(capsys):
     ("benchmark", "arguments", "message"),
     [
         (io, ["--dir", "none", "--size", "1GiB", "--rounds", "7", "--max-written", "15GiB"], "would write 16.0 GiB"),
-        (io_beside_compute, ["--dir", ".", "--rate", "0"], "have to be above 0"),
         (memory_limit, ["--limit", "much"], "--limit"),
         (memory_limit, ["--steps", "0"], "--steps"),
         (optimizer, ["--modes", "torch,sdd"], "sdd; allowed: torch, ssd, cache=50%"),
