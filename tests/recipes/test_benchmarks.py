@@ -126,7 +126,7 @@ TOYS = {
         lambda found: all(row["gib_per_s"] > 0 and row["rate_ratio"] > 0 for row in found["medians"]),
     ),
 }
-DEFAULT = ("step", "beside compute", "drives")
+DEFAULT = ("step", "drives")
 
 
 @pytest.mark.slow
