@@ -8,13 +8,9 @@ import time
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
-
-if TYPE_CHECKING:
-    pass
 
 # A shell lets its background jobs ignore Ctrl-C, and so would every process that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -184,6 +180,16 @@ def small_disk(tmp_path):
             return directory
 
         yield make
+
+
+@pytest.fixture
+def mesh():
+    """Of this process alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

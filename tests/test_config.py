@@ -1,10 +1,7 @@
 """Settings: sizes, bounds, messages."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,24 +24,28 @@ from lightning_ssd.errors import ConfigError
     ("text", "nbytes"),
     [(0, 0), (7, 7), ("7", 7), ("512KiB", 512 << 10), ("1.5 GiB", 3 << 29), ("20gb", 20 * 10**9), (" 1 MiB ", 1 << 20)],
 )
-def test_sizes(text: int | str, nbytes: int) -> None:
+def test_sizes(text, nbytes):
     assert parse_size(text) == nbytes
 
 
 @given(st.integers(0, 1 << 60))
-def test_integers_are_bytes(nbytes: int) -> None:
+def test_integers_are_bytes(nbytes):
     assert parse_size(nbytes) == parse_size(f"{nbytes}B" if nbytes < 1 << 50 else nbytes) == nbytes
 
 
 @pytest.mark.parametrize(
-    "wrong", [-1, "-1MiB", "1 XiB", "", "MiB", "1e3MiB", True, 1.5, None, "1MiB 2", "2Gbit/s", "/s", "9" * 400]
+    "wrong",
+    [
+        *(-1, "-1MiB", "1 XiB", "", "MiB", "1e3MiB", True, 1.5, None, "1MiB 2", "2Gbit/s", "/s", "9" * 400),
+        *("50%", "4G", "4Gi", "3.5GB/s", "500MBps", "10Gbps", "600TBW"),
+    ],
 )
-def test_other_sizes_are_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"here=.*\. Write bytes as an integer, or text such as"):
+def test_other_sizes_are_refused(wrong):
+    with pytest.raises(ConfigError, match=r'here=.*\. Write bytes as an integer, or text such as "512KiB", "1.5GiB"'):
         parse_size(wrong, name="here")
 
 
-def test_defaults_are_valid_and_print_as_written() -> None:
+def test_defaults_are_valid_and_print_as_written():
     assert OffloadPolicy().min_tensor_nbytes == 1 << 20
     assert "min_tensor_bytes='4KiB'" in repr(OffloadPolicy(min_tensor_bytes="4KiB"))
     assert HardwareProfile().host_memory_nbytes is None
@@ -61,6 +62,8 @@ def test_defaults_are_valid_and_print_as_written() -> None:
     assert OffloadPolicy().recompute_modules == ()
     assert OffloadPolicy().budget_nbytes == (None, None)
     assert OffloadPolicy().wear_bytes_per_day(10**12) is None
+    OffloadPolicy(max_slowdown=1, min_tensor_bytes=0)
+    OffloadPolicy(max_slowdown=1e9, min_tensor_bytes="1PiB")
 
 
 @pytest.mark.parametrize(
@@ -113,23 +116,23 @@ def test_defaults_are_valid_and_print_as_written() -> None:
         ({"recompute_modules": b"Block"}, r"recompute_modules=b'Block' is a bytes"),
     ],
 )
-def test_policy_messages(setting: dict[str, Any], message: str) -> None:
+def test_policy_messages(setting, message):
     with pytest.raises(ConfigError, match=message):
         OffloadPolicy(**setting)
 
 
 @pytest.mark.parametrize("activations", ["offload", "keep", "recompute", "recompute_offload"])
 @pytest.mark.parametrize("budget", ["memory_budget", "activation_budget", "wear_budget"])
-def test_a_budget_that_no_plan_would_keep_is_refused(activations: Any, budget: str) -> None:
+def test_a_budget_that_no_plan_would_keep_is_refused(activations, budget):
     message = rf"{budget}='1GiB' with activations='{activations}' would be ignored, .*\. Write activations='auto'"
     with pytest.raises(ConfigError, match=message):
-        OffloadPolicy(activations=activations, **{budget: "1GiB"})  # type: ignore[arg-type]
-    OffloadPolicy(activations="auto", **{budget: "1GiB"})  # type: ignore[arg-type]
+        OffloadPolicy(activations=activations, **{budget: "1GiB"})
+    OffloadPolicy(activations="auto", **{budget: "1GiB"})
     OffloadPolicy(activations=activations)
 
 
 @pytest.mark.parametrize("activations", ["offload", "keep"])
-def test_blocks_that_are_never_recomputed_are_refused(activations: Any) -> None:
+def test_blocks_that_are_never_recomputed_are_refused(activations):
     message = (
         rf"recompute_modules=\('Block',\) with activations='{activations}' would be ignored, .*\. Write .*'recompute"
     )
@@ -139,11 +142,11 @@ def test_blocks_that_are_never_recomputed_are_refused(activations: Any) -> None:
 
 @pytest.mark.parametrize("activations", ["auto", "recompute", "recompute_offload"])
 @pytest.mark.parametrize("names", ["Block", ["Block"], ("Block",)], ids=str)
-def test_blocks_to_recompute_become_a_tuple(activations: Any, names: Any) -> None:
+def test_blocks_to_recompute_become_a_tuple(activations, names):
     assert OffloadPolicy(activations=activations, recompute_modules=names).recompute_modules == ("Block",)
 
 
-def test_budgets_are_read_as_sizes() -> None:
+def test_budgets_are_read_as_sizes():
     assert OffloadPolicy(memory_budget=1 << 20).memory_budget == 1 << 20
     both = OffloadPolicy(memory_budget="20GiB", activation_budget=7)
     assert both.budget_nbytes == (20 << 30, 7)
@@ -155,13 +158,8 @@ def test_budgets_are_read_as_sizes() -> None:
     ("budget", "nbytes"),
     [("1.0DWPD", 10**12), (" 0.3 dwpd ", 3 * 10**11), ("2GB", 2 * 10**9), (5, 5), (".5DWPD", 5 * 10**11)],
 )
-def test_a_wear_budget_is_bytes_or_drive_writes_per_day(budget: int | str, nbytes: int) -> None:
+def test_a_wear_budget_is_bytes_or_drive_writes_per_day(budget, nbytes):
     assert OffloadPolicy(wear_budget=budget).wear_bytes_per_day(10**12) == nbytes
-
-
-def test_policy_bounds() -> None:
-    OffloadPolicy(max_slowdown=1, min_tensor_bytes=0)
-    OffloadPolicy(max_slowdown=1e9, min_tensor_bytes="1PiB")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +183,7 @@ def test_policy_bounds() -> None:
         ({"allow_unsuitable_paths": "yes"}, r"allow_unsuitable_paths='yes' is not possible\. Write True or False"),
     ],
 )
-def test_hardware_messages(setting: dict[str, Any], message: str) -> None:
+def test_hardware_messages(setting, message):
     with pytest.raises(ConfigError, match=message):
         HardwareProfile(**setting)
 
@@ -197,7 +195,7 @@ def test_hardware_messages(setting: dict[str, Any], message: str) -> None:
         *(SSDOffloadStrategy, SSDOffloadFSDPStrategy, SSDOffloadFabricStrategy),
     ],
 )
-def test_what_is_no_setting_is_refused_as_python_refuses_it(cls: Any) -> None:
+def test_what_is_no_setting_is_refused_as_python_refuses_it(cls):
     with pytest.raises(TypeError, match="unexpected keyword argument 'polcy'"):
         cls(polcy=None)
     with pytest.raises((TypeError, ConfigError), match=r"positional argument|policy=5 is a int"):
@@ -207,22 +205,15 @@ def test_what_is_no_setting_is_refused_as_python_refuses_it(cls: Any) -> None:
 @pytest.mark.parametrize(
     ("cls", "name", "meant"), [(OffloadPolicy, "activation", "activations"), (HardwareProfile, "path", "paths")]
 )
-def test_a_mistyped_setting_is_refused_with_what_was_meant(cls: Any, name: str, meant: str) -> None:
+def test_a_mistyped_setting_is_refused_with_what_was_meant(cls, name, meant):
     with pytest.raises(TypeError, match=rf"argument '{name}'\. Did you mean '{meant}'\? Settings are .*{meant}"):
         cls(**{name: "offload"})
     assert inspect.signature(cls).parameters.keys() == cls.__dataclass_fields__.keys()
 
 
-def test_directories_that_only_look_odd_are_taken() -> None:
+def test_directories_that_only_look_odd_are_taken():
     names = ("/mnt/a:b", "/mnt/run 12:30:00", "relative", "~/a", "/a/$b", "/a,b")
     assert HardwareProfile(paths=names).paths == names
-
-
-@pytest.mark.parametrize("text", ["50%", "4G", "4Gi", "3.5GB/s", "500MBps", "10Gbps", "600TBW"])
-def test_what_is_no_number_of_bytes_is_refused_with_what_is(text: str) -> None:
-    message = r'write_rate=.* is not a size\. Write bytes as an integer, or text such as "512KiB", "1.5GiB", "20GB"'
-    with pytest.raises(ConfigError, match=message):
-        HardwareProfile(write_rate=text, read_rate=1)
 
 
 @pytest.mark.parametrize(
@@ -237,5 +228,5 @@ def test_what_is_no_number_of_bytes_is_refused_with_what_is(text: str) -> None:
         ("offload", (), None),
     ],
 )
-def test_what_may_be_recomputed(activations: Any, names: Any, expected: Any) -> None:
+def test_what_may_be_recomputed(activations, names, expected):
     assert OffloadPolicy(activations=activations, recompute_modules=names).recomputable_classes == expected

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from tests.support.optimizer_pairs import assert_same_states
+from tests.support.helpers import Session, Training, assert_identical
 
 WIDTH, BATCH = 128, 512
 
@@ -19,50 +19,55 @@ def elsewhere():
     torch.set_default_device(None)
 
 
-def weights(offloader, mode=nullcontext):
-    """Train; return weights and states. An offloader is opened in this mode, and closed in it."""
-    generator = torch.Generator().manual_seed(0)
+def network():
     layers = [torch.nn.Linear(WIDTH, WIDTH, device="cpu") for _ in range(3)]
-    for layer in layers:
-        layer.weight.data.normal_(0, 0.1, generator=generator)
+    for number, layer in enumerate(layers):
+        layer.weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(number))
         layer.bias.data.zero_()
-    network, batch = torch.nn.Sequential(*layers), torch.randn(BATCH, WIDTH, device="cpu", generator=generator)
-    optimizer = torch.optim.AdamW(network.parameters())
-    if offloader is not None:
-        with mode():
-            offloader.open(network)
-            optimizer = offloader.offload_optimizer(optimizer)
-    for _ in range(3):
-        if offloader is None:
-            loss = network(batch).tanh().square().mean()
-        else:
-            with offloader.saved_tensors():
-                loss = network(batch).tanh().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        if offloader is not None:
-            offloader.end_backward()
-            offloader.wait_for_plan()
-        optimizer.step()
-    if offloader is not None:
-        assert offloader.unusable is None, "the drive was measured with memory of another device"
-        assert offloader.stats.bytes_written > 0
-        assert offloader.optimizer_stats[0].num_steps == 3
-        with mode():
-            offloader.close()
-    return [parameter.detach() for parameter in network.parameters()], optimizer.state_dict()
+    return torch.nn.Sequential(*layers)
+
+
+def batch(step):
+    return {"x": torch.randn(BATCH, WIDTH, device="cpu", generator=torch.Generator().manual_seed(step))}
+
+
+TRAINING = Training(network, batch, lambda model, batch: model(batch["x"]).tanh().square().mean())
+
+
+class InMode(Session):
+    """Opens its offloader, and closes it, in a mode."""
+
+    def __init__(self, offloader, mode):
+        super().__init__(offloader, settled=True)
+        self.mode = mode
+
+    def register(self, module):
+        with self.mode():
+            self.offloader.open(module)
+
+    def optimizer(self, made):
+        with self.mode():
+            self.offloaded = super().optimizer(made)
+        return self.offloaded
+
+    def close(self):
+        with self.mode():
+            self.offloader.close()
 
 
 def check(spill_dir, mode=nullcontext):
     policy = OffloadPolicy(
         activations="auto", activation_budget=2 * BATCH * WIDTH * 4, min_tensor_bytes=0, optimizer_states="offload"
     )
-    offloader = Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir, host_memory=0))
-    (got, states), (expected, expected_states) = weights(offloader, mode), weights(None)
-    assert all(map(torch.equal, got, expected))
-    assert_same_states(states, expected_states)
-    values = [value for state in states["state"].values() for value in state.values()]
-    assert not any(value.is_inference() for value in values)
+    session = InMode(Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir, host_memory=0)), mode)
+    assert_identical(TRAINING(session), expected := TRAINING(Session()))
+    assert session.offloader.unusable is None, "the drive was measured with memory of another device"
+    assert session.offloader.stats.bytes_written > 0
+    assert session.offloader.optimizer_stats[0].num_steps == 3
+    session.close()
+    states = session.offloaded.state_dict()["state"]
+    assert_identical(states, expected["optimizer"])
+    assert not any(value.is_inference() for state in states.values() for value in state.values())
 
 
 def test_moving_does_not_depend_on_it(spill_dir, elsewhere):

@@ -1,7 +1,5 @@
 """Forks that stand for fresh interpreters behave as these."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 
@@ -36,7 +34,7 @@ def run(*command, **more):
         ("import os; os.kill(os.getpid(), 9)", -9, ""),
     ],
 )
-def test_it_ends_as_a_process_of_its_own(fork: list[str], code: str, status: int, text: str) -> None:
+def test_it_ends_as_a_process_of_its_own(fork, code, status, text):
     done = run(*fork, "-c", code)
     assert done.returncode == status
     assert text in done.stderr
@@ -65,7 +63,6 @@ for other in others:
 
 def test_an_interrupt_reaches_it_and_what_it_has_started(fork):
     caller = subprocess.Popen([*fork, "-c", WAITS, WAITS], stdout=subprocess.PIPE, text=True)
-    assert caller.stdout is not None
     assert [caller.stdout.readline() for _ in range(2)] == ["waits\n"] * 2
     caller.send_signal(signal.SIGINT)
     assert caller.communicate(timeout=PATIENCE_S)[0] == "told\n" * 2

@@ -2,9 +2,8 @@
 
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from omegaconf import OmegaConf
 
 import lightning_ssd
 from recipes.schema import SCHEMA
-from tests.support.patience import PATIENCE_S
+from tests.support.processes import run_python
 
 CONF = Path(lightning_ssd.__file__).parent / "conf"
 REPOSITORY = Path(__file__).parents[1]
@@ -34,14 +33,16 @@ trainer:
 """
 
 
-def composed(directory, *overrides):
-    (directory / "config.yaml").write_text(PRIMARY)
+def composed(directory, text, overrides, *, name="config", **more):
+    """Of an application whose primary file has this text."""
+    (directory / f"{name}.yaml").write_text(text)
     with initialize_config_dir(str(directory), version_base="1.3"):
-        return compose("config", list(overrides))
+        return compose(name, overrides, **more)
 
 
 def test_an_application_takes_our_options(tmp_path):
-    config = composed(tmp_path, "lightning_ssd/offload=ssd", "offload.min_tensor_bytes=64KiB", "hardware.paths=[here]")
+    overrides = ["lightning_ssd/offload=ssd", "offload.min_tensor_bytes=64KiB", "hardware.paths=[here]"]
+    config = composed(tmp_path, PRIMARY, overrides)
     trainer = instantiate(config.trainer, _convert_="all")
     assert isinstance(trainer.strategy, lightning_ssd.SSDOffloadStrategy)
     assert trainer.strategy.policy == lightning_ssd.OffloadPolicy(activations="offload", min_tensor_bytes="64KiB")
@@ -57,7 +58,7 @@ def test_every_option_is_the_one_of_the_recipes(group, tmp_path):
     for option in options:
         with initialize_config_dir(str(SCHEMA.config_dir), version_base="1.3"):
             ours = compose(SCHEMA.config_name, [f"{group}={option}"])
-        theirs = composed(tmp_path, f"lightning_ssd/{group}={option}")
+        theirs = composed(tmp_path, PRIMARY, [f"lightning_ssd/{group}={option}"])
         assert OmegaConf.to_container(theirs[group]) == OmegaConf.to_container(ours[group]), option
         assert "strategy" in theirs.trainer
 
@@ -91,15 +92,14 @@ OFFLOADS, HARDWARES = (
 TOGETHER = [["+lightning_ssd/offload=ssd", hardware] for hardware in HARDWARES]
 
 
-def of_a_stranger(directory, overrides):
-    (directory / "config.yaml").write_text(STRANGER)
-    with initialize_config_dir(str(directory), version_base="1.3"):
-        return compose("config", overrides, return_hydra_config=True)
+of_a_stranger = partial(composed, text=STRANGER, return_hydra_config=True)
 
 
 @pytest.mark.parametrize("overrides", [*([word] for word in OFFLOADS + HARDWARES), TOGETHER[0]], ids=" ".join)
 def test_an_option_changes_nothing_but_our_keys(overrides, tmp_path):
-    before, after = (OmegaConf.to_container(of_a_stranger(tmp_path, words), resolve=False) for words in ([], overrides))
+    before, after = (
+        OmegaConf.to_container(of_a_stranger(tmp_path, overrides=words), resolve=False) for words in ([], overrides)
+    )
     strategy = after["trainer"].pop("strategy", None)
     ours = {key: after.pop(key) for key in ("offload", "hardware", "machine") if key in after}
     for config in (before, after):  # Hydra's own note of what was composed
@@ -113,7 +113,7 @@ def test_an_option_changes_nothing_but_our_keys(overrides, tmp_path):
 
 @pytest.mark.parametrize("overrides", [[OFFLOADS[0]], *TOGETHER[:2]], ids=" ".join)
 def test_a_profile_reaches_the_strategy_and_is_not_needed(overrides, tmp_path):
-    config = of_a_stranger(tmp_path, overrides)
+    config = of_a_stranger(tmp_path, overrides=overrides)
     given = len(overrides) > 1
     expected = instantiate(config.hardware, _convert_="all") if given else lightning_ssd.HardwareProfile()
     assert instantiate(config.trainer.strategy, _convert_="all").hardware == expected
@@ -225,4 +225,4 @@ def test_applications_that_do_not_use_us_load_nothing_of_ours():
         assert "LightningSSDSearchPath" in names, names
         assert not {"torch", "lightning", "lightning_ssd"} & set(sys.modules)
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=REPOSITORY, timeout=PATIENCE_S)
+    run_python(code, cwd=REPOSITORY)

@@ -1,22 +1,17 @@
 """The layers of the package: imports point down only, and importing it loads nothing that it does not need."""
 
-from __future__ import annotations
-
 import ast
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import lightning_ssd
-from tests.support.patience import PATIENCE_S
+from tests.support.processes import run_python
 
 PACKAGE = Path(lightning_ssd.__file__).parent
 # A package, or a module at the root -> what it imports of ours, by name of the package, from the bottom up.
 # A new name in a row is a design change.
-IMPORTS: dict[str, set[str]] = {
+IMPORTS = {
     "errors": set(),
     "planning": {"errors"},
     "common": {"errors"},
@@ -71,7 +66,7 @@ IMPORTS: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 # Library -> packages or modules that may import it, wherever in the file. Others may not at all.
-RESERVED: dict[str, set[str]] = {
+RESERVED = {
     "lightning": {"monitor", "callback", "strategies"},
     "pytorch_lightning": set(),
     "lightning_fabric": set(),
@@ -87,7 +82,7 @@ RESERVED: dict[str, set[str]] = {
 }
 
 
-def module_names() -> dict[str, Path]:
+def module_names():
     """``storage.arena`` -> its file; a package's ``__init__`` goes by the package's name."""
     names = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -96,7 +91,7 @@ def module_names() -> dict[str, Path]:
     return names
 
 
-def imported(source: str) -> Iterator[str]:
+def imported(source):
     """Absolute names that a source imports, also inside functions; relative ones start with a dot.
 
     What stands under ``if TYPE_CHECKING`` is never loaded, so that it makes no edge.
@@ -114,7 +109,7 @@ def imported(source: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def package_of(name: str) -> str:
+def package_of(name):
     """The package that a module of ours is in; a module at the root, or a package, is its own."""
     path = PACKAGE.joinpath(*name.split("."))
     if name in IMPORTS or not (path.with_suffix(".py").is_file() or path.is_dir()):
@@ -122,7 +117,7 @@ def package_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def violations(module: str, source: str) -> list[str]:
+def violations(module, source):
     """What is wrong with the imports of one module."""
     found = []
     package = package_of(module)
@@ -141,7 +136,7 @@ def violations(module: str, source: str) -> list[str]:
     return found
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down():
     sources = {module: path.read_text(encoding="utf-8") for module, path in module_names().items()}
     assert len(sources) > 100
     assert [found for module, source in sources.items() for found in violations(module, source)] == []
@@ -159,39 +154,26 @@ def test_imports_point_down() -> None:
         ("tiers.ssd", "from .base import Tier", "relatively"),
     ],
 )
-def test_the_test_can_fail(module: str, source: str, match: str) -> None:
+def test_the_test_can_fail(module, source, match):
     assert any(match in violation for violation in violations(module, source))
 
 
-def test_allowed_imports_pass() -> None:
+def test_allowed_imports_pass():
     assert not violations("errors", "if TYPE_CHECKING:\n    from lightning_ssd.config import OffloadPolicy")
     assert not violations("tiers.ssd", "from lightning_ssd.storage.spill_file import Arena\nimport torch")
     assert not violations("optimizer.live_states", "from lightning_ssd.optimizer.store import entry")
     assert not violations("storage.kvikio", "def f():\n    import kvikio")
 
 
-def test_rows_name_what_is_below_and_used() -> None:
+def test_rows_name_what_is_below_and_used():
     """From the bottom up, so that no import goes round; and no row allows what nobody does."""
-    used: dict[str, set[str]] = {package: set() for package in IMPORTS}
+    used = {package: set() for package in IMPORTS}
     for module, path in module_names().items():
         names = {name for name in imported(path.read_text(encoding="utf-8")) if name.startswith("lightning_ssd.")}
         used[package_of(module)] |= {package_of(name.partition(".")[2]) for name in names} - {package_of(module)}
     assert used == IMPORTS
     rows = list(IMPORTS)
     assert all(rows.index(below) < number for number, row in enumerate(rows) for below in IMPORTS[row])
-
-
-def run_python(source: str) -> str:
-    """In a fresh interpreter; its output."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", source],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        cwd=PACKAGE.parent,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 # Lightning itself loads some of the unwanted packages where they are installed (torchmetrics imports transformers), so
@@ -227,7 +209,7 @@ print(type(trainer.strategy).__name__, type(fabric.strategy).__name__)
 BOTH = "SSDOffloadStrategy SSDOffloadFabricStrategy"
 
 
-def test_with_lightning_first_nothing_heavy_is_loaded_and_an_import_anew_registers_the_strategy() -> None:
+def test_with_lightning_first_nothing_heavy_is_loaded_and_an_import_anew_registers_the_strategy():
     """And what would be heavy is seen. In one process, since Lightning takes seconds."""
     program = LIGHTNING_FIRST + ANEW + REGISTERED + RELOADED + REGISTERED
-    assert run_python(program) == f"[]\n['omegaconf']\n{BOTH}\n{BOTH}"
+    assert run_python(program, cwd=PACKAGE.parent) == f"[]\n['omegaconf']\n{BOTH}\n{BOTH}\n"

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -18,14 +17,10 @@ _SOON_S = 20.0
 """5 on a machine that does nothing else."""
 
 
-class Interrupted(Protocol):
-    """Runs the child, and gives what it tells; a hang is a failure of the child's own watch."""
-
-    def __call__(self, how, *options, timeout_s=400): ...
-
-
 @pytest.fixture
 def interrupted(spill_dir, forks):
+    """Run the child, and give what it tells; a hang is a failure of the child's own watch."""
+
     def run(how, *options, timeout_s=400):
         command = [*forks, "-m", "tests.support.interrupt_script", how, str(spill_dir), *map(str, options)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -73,7 +68,6 @@ def test_a_loop_of_lightning_ends_soon(how, more, spill_dir, forks):
     command = [*begin, "-m", "tests.support.interrupted_loops", how, str(spill_dir), more]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        assert run.stdout is not None
         while "training" not in (line := run.stdout.readline()):
             assert line, run.communicate()[1][-4000:]
         sent_s = time.monotonic()

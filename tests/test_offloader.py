@@ -4,8 +4,8 @@ import errno
 import os
 import re
 import resource
-import subprocess
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, UnsuitablePathError
 from tests.support.offloader_steps import OFFLOAD_ALL, step
-from tests.support.patience import PATIENCE_S
+from tests.support.processes import run_python
 
 
 def our_threads():
@@ -137,20 +137,9 @@ def test_metrics_are_drained_once(spill_dir):
     assert second["io/write_gib"] == 0
 
 
-@pytest.fixture
-def run_child(forks):
-    def run(program):
-        command = [*forks, "-c", program]
-        child = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-        assert child.returncode == 0, child.stderr
-        return child.stdout
-
-    return run
-
-
-def test_dropped_unclosed_under_the_accounting_lock(spill_dir, run_child):
+def test_dropped_unclosed_under_the_accounting_lock(spill_dir, forks):
     """The garbage collector may find a forgotten offloader while we hold a lock that its workers wait for."""
-    out = run_child(f"""
+    code = f"""
 import faulthandler, gc, torch, lightning_ssd as s
 from lightning_ssd.activations.accounting import MemoryAccounting
 faulthandler.dump_traceback_later(240, exit=True)
@@ -172,8 +161,8 @@ with s.Offloader(policy=policy, hardware=hardware) as other, other.saved_tensors
     loss = x.exp().sin().sum()
 faulthandler.cancel_dump_traceback_later()
 print("ended")
-""")
-    assert out == "ended\n"
+"""
+    assert run_python(code, begin=forks) == "ended\n"
 
 
 def test_a_module_that_is_registered_again_is_watched_once(spill_dir):
@@ -199,29 +188,34 @@ def test_a_module_on_a_gpu_and_an_offloader_for_the_cpu(spill_dir, monkeypatch):
             offloader.register_module(torch.nn.Linear(2, 2))
 
 
+@contextmanager
+def no_descriptor_to_be_had():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 def test_a_pass_begins_without_a_file_descriptor_to_be_had(activations, spill_dir):
     policy = OffloadPolicy(activations=activations, min_tensor_bytes=0)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir, host_memory=0)) as offloader:
         step(offloader)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-        try:
+        with no_descriptor_to_be_had():
             for _ in range(4):
                 step(offloader)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_plan_is_not_made_without_knowing_what_is_in_memory(spill_dir):
     """What else is in memory would count as nothing, so that a budget would be exceeded."""
     policy = OffloadPolicy(activations="auto", memory_budget="1TiB", min_tensor_bytes=0)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir, host_memory=0)) as offloader:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-        try:
-            with pytest.raises(OSError, match="Too many open files"), offloader.saved_tensors():
-                pass
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        with (
+            no_descriptor_to_be_had(),
+            pytest.raises(OSError, match="Too many open files"),
+            offloader.saved_tensors(),
+        ):
+            pass
         step(offloader)

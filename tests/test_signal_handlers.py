@@ -108,7 +108,6 @@ def test_whoever_holds_the_lock_of_a_queue_gets_all_numbers(tmp_path):
     with open_offloader(tmp_path, EAGER) as offloader:
         step(offloader)
         ssd = offloader._opened()._tiers.ssd
-        assert ssd is not None
         expected, found = offloader.stats, list[OffloadStats]()
 
         def ask():

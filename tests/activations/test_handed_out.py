@@ -8,21 +8,18 @@ import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.tensors import StorageKey
-from tests.support.late import LateCopies
+from tests.support.late import SeveralStreams
 
 
-class _Stopped(LateCopies):
+class _Stopped(SeveralStreams):
     """A device that computes nothing before it is let: whatever is saved stays, and is handed over as it is."""
 
     def __init__(self):
-        super().__init__(seed=0, max_delay_s=0.0)
+        super().__init__()
         self.may_go_on = threading.Event()
 
     def mark(self):
-        return self._queue("compute", self._wait)
-
-    def _wait(self):
-        self.may_go_on.wait()
+        return self.work(self.may_go_on.wait)
 
 
 @pytest.fixture

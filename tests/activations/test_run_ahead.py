@@ -16,7 +16,7 @@ FAR_BEHIND_S = 0.1
 
 
 def marks(number):
-    return [LateMark(honest=True) for _ in range(number)]
+    return [LateMark() for _ in range(number)]
 
 
 class TestBound:

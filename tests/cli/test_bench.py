@@ -1,28 +1,22 @@
 import os
 import re
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
 from lightning_ssd import HardwareProfile
 from lightning_ssd.cli import bench as bench_module
-from lightning_ssd.cli.main import app
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.planning.machine_profile import MachineProfile
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.filesystem import inspect_directory
 from lightning_ssd.storage.posix import PosixBackend
+from tests.support.commands import command, said
 
 SIZE, NUM_CHUNKS = 2 * DEFAULT_CHUNK_BYTES, 4
 
 
-def said(done):
-    """What it wrote to standard error, on one line."""
-    return " ".join(done.stderr.split())
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)], env={"COLUMNS": "300"})
+run = partial(command, "bench")
 
 
 @pytest.fixture
@@ -131,7 +125,5 @@ def test_facts_out_of_bounds_are_refused(name, value):
 def test_a_process_gets_its_part_of_the_drives_and_no_more_than_its_link():
     profile = MachineProfile(num_drives=8, drive_write_gb_per_s=4, drive_read_gb_per_s=7, link_gb_per_s=25)
     tiers = profile.tiers(2)
-    assert tiers is not None
-    assert tiers.ssd is not None
     assert (tiers.ssd.write_bytes_per_s, tiers.ssd.read_bytes_per_s) == (16e9, 25e9)
     assert MachineProfile(num_drives=2).tiers(1) is None

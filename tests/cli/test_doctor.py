@@ -1,27 +1,20 @@
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from lightning_ssd.cli import doctor as doctor_module
 from lightning_ssd.cli import machine
-from lightning_ssd.cli.main import app
 from lightning_ssd.errors import BackendUnavailableError
 from lightning_ssd.wear.smart import DriveHealth, HealthReport
+from tests.support.commands import command, said
 
 DEV_SHM = Path("/dev/shm")
 
 
-def said(done):
-    """What it wrote to standard error, on one line."""
-    return " ".join(done.stderr.split())
-
-
-def run(*arguments):
-    # Wide, so that no name is folded; how it looks at 80 columns has a test of its own.
-    return CliRunner().invoke(app, ["doctor", *map(str, arguments)], env={"COLUMNS": "300"})
+run = partial(command, "doctor")
 
 
 def findings(*arguments):

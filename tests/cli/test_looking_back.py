@@ -3,31 +3,21 @@
 import csv
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
-from lightning_ssd.cli.main import app
 from lightning_ssd.reports.adviser import advise
 from lightning_ssd.reports.dashboard import DASHBOARD
 from lightning_ssd.telemetry.metrics import METRICS
-from tests.support.patience import PATIENCE_S
+from tests.support import processes
+from tests.support.commands import command, on_one_line
 from tests.support.step_records import made_report
 
 # wandb-workspaces declares its models in the way of Pydantic 1.
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
-
-
-def run(*arguments):
-    return CliRunner(env={"COLUMNS": "100"}).invoke(app, [str(argument) for argument in arguments])
-
-
-def on_one_line(text):
-    return " ".join(text.split())
 
 
 # -- report -----------------------------------------------------------------------------------------------------------
@@ -36,7 +26,7 @@ def on_one_line(text):
 def test_report_makes_the_page_and_says_what_to_change(tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
     (tmp_path / "report.json").write_text(made_report(unusable="it is full", stats={}).to_json())
-    done = run("report", tmp_path, "--out", tmp_path / "page")
+    done = command("report", tmp_path, "--out", tmp_path / "page")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "page" / "report.html").is_file()
     assert str(tmp_path / "page" / "report.html") in done.output.replace("\n", "")
@@ -50,7 +40,7 @@ def test_report_says_once_what_the_verdict_says_already(tmp_path):
     first = advise(found)[0]
     told = replace(found, summary=f"lightning_ssd: a headline\n  next     {first}")
     (tmp_path / "report.json").write_text(told.to_json())
-    done = run("report", tmp_path)
+    done = command("report", tmp_path)
     assert done.exit_code == 0, done.output
     assert on_one_line(done.output).count(first) == 1
 
@@ -59,7 +49,7 @@ def test_report_says_once_what_the_verdict_says_already(tmp_path):
 def test_report_without_one_fails_with_advice(content, tmp_path):
     if content is not None:
         (tmp_path / "report.json").write_text(content)
-    done = run("report", tmp_path)
+    done = command("report", tmp_path)
     assert done.exit_code == 1
     assert 'OffloadMonitor(report_dir="...")' in on_one_line(done.output)
 
@@ -67,11 +57,11 @@ def test_report_without_one_fails_with_advice(content, tmp_path):
 def test_report_says_where_it_cannot_write(tmp_path):
     (tmp_path / "report.json").write_text(made_report().to_json())
     (tmp_path / "file").touch()
-    done = run("report", tmp_path, "--out", tmp_path / "file")
+    done = command("report", tmp_path, "--out", tmp_path / "file")
     assert done.exit_code == 1
     assert "--out" in done.output
     pytest.importorskip("wandb_workspaces", reason="needs the extra `report`")
-    done = run("dashboard", "--json", tmp_path / "none" / "dashboard.json", "--offline")
+    done = command("dashboard", "--json", tmp_path / "none" / "dashboard.json", "--offline")
     assert done.exit_code == 1
     assert "--json" in done.output
 
@@ -96,7 +86,7 @@ def make_sweep(folder):
 
 def test_a_sweep_is_a_table_a_csv_file_and_a_picture(tmp_path):
     make_sweep(tmp_path)
-    done = run("sweep-table", tmp_path)
+    done = command("sweep-table", tmp_path)
     assert done.exit_code == 0, done.output
     assert "data.batch_size=3" in done.output
     with (tmp_path / "sweep.csv").open() as file:
@@ -113,7 +103,7 @@ def test_a_sweep_is_a_table_a_csv_file_and_a_picture(tmp_path):
 def test_no_sweep_is_an_error(content, tmp_path):
     if content is not None:
         (tmp_path / "summary.json").write_text(content)
-    done = run("sweep-table", tmp_path)
+    done = command("sweep-table", tmp_path)
     assert done.exit_code == 1
     assert str(tmp_path) in done.output.replace("\n", "")
     assert not (tmp_path / "sweep.csv").exists()
@@ -124,7 +114,7 @@ def test_no_sweep_is_an_error(content, tmp_path):
 
 def test_the_dashboard_is_written(tmp_path):
     pytest.importorskip("wandb_workspaces", reason="needs the extra `report`")
-    done = run("dashboard", "--project", "gpt", "--json", tmp_path / "dashboard.json", "--offline")
+    done = command("dashboard", "--project", "gpt", "--json", tmp_path / "dashboard.json", "--offline")
     assert done.exit_code == 0, done.output
     assert "Not sent to W&B: --offline" in on_one_line(done.output)
     content = json.loads((tmp_path / "dashboard.json").read_text())
@@ -166,14 +156,14 @@ def test_with_a_key_it_is_sent_and_a_refusal_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(workspaces.Workspace, "save_as_new_view", save)
     monkeypatch.setattr("lightning_ssd.cli.dashboard.has_key", lambda: True)
     arguments = ("dashboard", "--project", "gpt", "--entity", "us", "--json", tmp_path / "board.json")
-    assert "Not sent to W&B: --offline" in run(*arguments, "--offline").output
+    assert "Not sent to W&B: --offline" in command(*arguments, "--offline").output
     assert not sent
-    done = run(*arguments)
+    done = command(*arguments)
     assert (done.exit_code, len(sent)) == (0, 1), done.output
     assert "https://wandb/us/gpt" in done.output
     assert [section.name for section in sent[0].sections] == [section.name for section in DASHBOARD]
     refusals[0] = "permission denied"
-    done = run(*arguments)
+    done = command(*arguments)
     assert done.exit_code == 1
     told = on_one_line(done.stderr)
     assert "expected W&B to take the workspace for us/gpt, and got: permission denied" in told
@@ -185,13 +175,7 @@ def test_without_a_key_nothing_is_sent(tmp_path):
     """In a process of its own: whoever asks W&B for a key settles for this process whether it is online."""
     pytest.importorskip("wandb_workspaces", reason="needs the extra `report`")
     unset = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    command = [sys.executable, "-m", "lightning_ssd", "dashboard", "--json", str(tmp_path / "dashboard.json")]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env={**unset, "NETRC": str(tmp_path / "none"), "HOME": str(tmp_path), "COLUMNS": "100"},
-    )
-    assert done.returncode == 0, done.stderr
+    dashboard = [sys.executable, "-m", "lightning_ssd", "dashboard", "--json", str(tmp_path / "dashboard.json")]
+    env = {**unset, "NETRC": str(tmp_path / "none"), "HOME": str(tmp_path), "COLUMNS": "100"}
+    done = processes.run(*dashboard, env=env)
     assert "no key was found" in on_one_line(done.stdout)

@@ -1,6 +1,5 @@
 import importlib
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -10,7 +9,7 @@ from typer.testing import CliRunner
 
 import lightning_ssd
 from lightning_ssd.cli.main import COMMANDS, app
-from tests.support.patience import PATIENCE_S
+from tests.support.processes import run, run_python
 
 ROOT = Path(lightning_ssd.__file__).parents[1]
 
@@ -56,10 +55,7 @@ def call(*arguments):
 
 
 def in_a_new_process(source, **env):
-    command = [sys.executable, "-c", CALL + source]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT, env=os.environ | env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python(CALL + source, cwd=ROOT, env=os.environ | env)
 
 
 def test_help_and_typos_load_no_torch():
@@ -71,9 +67,7 @@ def test_help_and_typos_load_no_torch():
 
 
 def test_help_by_the_module_loads_no_torch_either():
-    watching = [sys.executable, "-X", "importtime", "-m", "lightning_ssd", "--help"]
-    done = subprocess.run(watching, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    done = run(sys.executable, "-X", "importtime", "-m", "lightning_ssd", "--help", cwd=ROOT)
     assert "sweep-table" in done.stdout
     assert "lightning_ssd.cli.main" in done.stderr
     assert not [line for line in done.stderr.splitlines() if line.split()[-1] in ("torch", "lightning")]
@@ -85,10 +79,8 @@ def test_another_module_with_our_name_as_its_argument_gets_the_strategies(tmp_pa
     (package / "__init__.py").write_text("import lightning_ssd\n")
     asked = "from lightning.pytorch.strategies import StrategyRegistry as r\nprint('ssd_offload' in r)\n"
     (package / "__main__.py").write_text(asked)
-    command = [sys.executable, "-m", "mine", "lightning_ssd"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path, env=env)
-    assert done.stdout == "True\n", done.stderr
+    assert run(sys.executable, "-m", "mine", "lightning_ssd", cwd=tmp_path, env=env).stdout == "True\n"
 
 
 def test_doctor_loads_no_lightning(tmp_path):

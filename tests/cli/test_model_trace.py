@@ -19,16 +19,15 @@ ROWS = BATCH * SEQUENCE
 NET = "tests.support.planned_models:Net"
 
 
-def traced(name, precision="32-true", *, fused=False, flops_per_s=1e9, operations_per_byte=0.0):
+def traced(model, precision="32-true", *, fused=False, flops_per_s=1e9, **changes):
+    """Trace a class, or what a name means."""
+    sizes = {"batch": BATCH, "sequence": SEQUENCE, "min_tensor_nbytes": SMALL_NBYTES} | changes
     return trace_model(
-        model_builder(name, SEQUENCE),
-        batch=BATCH,
-        sequence=SEQUENCE,
+        model_builder(model, SEQUENCE) if isinstance(model, str) else model,
         flops_per_s=flops_per_s,
         precision=precision,
-        min_tensor_nbytes=SMALL_NBYTES,
         fused_attention=fused,
-        operations_per_byte=operations_per_byte,
+        **sizes,
     )
 
 
@@ -116,25 +115,13 @@ class Shared(torch.nn.Module):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "64-true"])
 def test_weights_have_the_type_that_training_gives_them_and_count_once(precision):
-    size = traced_class(Shared, precision).size
+    size = traced(Shared, precision).size
     element_bytes = {"32-true": 4, "bf16-true": 2, "16-true": 2, "64-true": 8}[precision]
     weight = element_bytes * WIDTH * WIDTH
     num_apart = 1 if precision == "32-true" else 2  # ``.to`` gives each parameter memory of its own
     assert size.weight_bytes == num_apart * weight + element_bytes * WIDTH
     assert size.state_bytes == 2 * 2 * weight, "two parameters are trained, each with two states in its own type"
     assert torch.get_default_dtype() == torch.float32
-
-
-def traced_class(build, precision):
-    return trace_model(
-        build,
-        batch=BATCH,
-        sequence=SEQUENCE,
-        flops_per_s=1e9,
-        precision=precision,
-        min_tensor_nbytes=SMALL_NBYTES,
-        fused_attention=False,
-    )
 
 
 class Attention(torch.nn.Module):
@@ -154,15 +141,7 @@ class Attention(torch.nn.Module):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_fused_attention_saves_no_matrix(fused):
-    found = trace_model(
-        Attention,
-        batch=1,
-        sequence=256,
-        flops_per_s=1e9,
-        precision="32-true",
-        min_tensor_nbytes=1,
-        fused_attention=fused,
-    )
+    found = traced(Attention, fused=fused, batch=1, sequence=256, min_tensor_nbytes=1)
     matrix_nbytes = 4 * 256 * 256 * 4
     assert any(s.nbytes == matrix_nbytes for s in found.trace.storages) is not fused
     forward, backward = 2 * (2 * 4 * 256 * 256 * 32), (5 if fused else 4) * (2 * 4 * 256 * 256 * 32)

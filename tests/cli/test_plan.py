@@ -1,19 +1,18 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 import lightning_ssd
-from lightning_ssd.cli.main import app
 from lightning_ssd.planning.machine_profile import MachineProfile
-from tests.support.patience import PATIENCE_S
+from tests.support import processes
+from tests.support.commands import command, said
 
 NET = "tests.support.planned_models:Net"
 ROOT = Path(lightning_ssd.__file__).parents[1]
@@ -46,13 +45,7 @@ def profile(tmp_path):
     return path
 
 
-def said(done):
-    """What it wrote to standard error, on one line."""
-    return " ".join(done.stderr.split())
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "300"})
+run = partial(command, "plan")
 
 
 def predicted(*arguments):
@@ -368,15 +361,8 @@ def test_a_model_of_conf_in_eighty_columns(forks):
     """In a process of its own, as users start it."""
     pytest.importorskip("transformers")
     command = ["--model", "llama_1b", "--batch", "1", "--sequence", "512", "--hardware", "dgx_h200"]
-    done = subprocess.run(
-        [*forks, "-m", "lightning_ssd", "plan", *command],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env={**os.environ, "COLUMNS": "80"},
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
+    env = {**os.environ, "COLUMNS": "80"}
+    done = processes.run(*forks, "-m", "lightning_ssd", "plan", *command, env=env, cwd=ROOT)
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "1,235,814,400 trained parameters" in done.stdout
     assert "estimated as 40% of 989" in done.stdout

@@ -6,13 +6,14 @@ The graphs are few and small, so that inductor's cache has nearly all of them.
 from __future__ import annotations
 
 import shutil
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from tests.support.helpers import Session
 
 __all__ = ["COMPILED", "MODES", "CompiledProgram", "Counted", "compiler_blocker"]
 
@@ -192,13 +193,11 @@ class CompiledProgram:
         how, found = Counted(), []
         model = nn.Sequential(*[Block(has_function=self.has_function) for _ in range(3)])
         with _offloader(policy, directory) as offloader:
+            session = Session(offloader)
             self._at("before registering", model, how)
-            if offloader is not None:
-                offloader.register_module(model)
+            session.register(model)
             self._at("after registering", model, how)
-            optimizer = self._optimizer(model, how)
-            if offloader is not None:
-                optimizer = offloader.offload_optimizer(optimizer)
+            optimizer = session.optimizer(self._optimizer(model, how))
             for step in range(3):
                 if step == 1:
                     self._at("after a step", model, how)
@@ -211,11 +210,9 @@ class CompiledProgram:
                     )
                     loss_of = how.compile(whole_loss) if is_compiled and self._is("the loss") else whole_loss
                 x = torch.randn(16, WIDTH)
-                with nullcontext() if offloader is None else offloader.saved_tensors():
+                with session.saved():
                     loss = self._loss(run(x), loss_of)
-                loss.backward()
-                if offloader is not None:
-                    offloader.end_backward()
+                session.backward(loss)
                 found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
                 optimizer.step()
                 optimizer.zero_grad()
@@ -243,11 +240,8 @@ class CompiledProgram:
         return kind(model.parameters(), lr=0.01)
 
 
-@contextmanager
 def _offloader(policy, directory):
     if policy is None:
-        yield None
-        return
+        return nullcontext()
     hardware = HardwareProfile(paths=(str(directory),))
-    with Offloader(policy=OffloadPolicy(**policy, min_tensor_bytes=1), hardware=hardware) as offloader:
-        yield offloader
+    return Offloader(policy=OffloadPolicy(**policy, min_tensor_bytes=1), hardware=hardware)

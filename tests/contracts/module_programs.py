@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import parametrize
 
 from lightning_ssd.errors import RecomputeError
-from tests.support.helpers import Session
 
 WIDTH = 8
 MAX_ERRORS = 12
@@ -32,21 +31,21 @@ ELSEWHERE = {"factor": 1.0}
 class Settings:
     """Something that blocks share."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.adapter = "one"
 
 
 class Exponential(nn.Module):
     """A parametrization."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x.exp()
 
 
 class Block(nn.Module):
     """Depends on all sorts of things, and saves products with them."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
@@ -56,11 +55,11 @@ class Block(nn.Module):
         self.adapters = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("one", "two")})
         self.gain = 1.0
         self.factors = [2.0]
-        self.mask: torch.Tensor | None = None
+        self.mask = None
         self.settings = settings
         parametrize.register_parametrization(self.linear, "bias", Exponential())
 
-    def forward(self, x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(self, x, function=None):
         y = self.dropout(self.linear(self.norm(x) * self.scale + self.shift) * self.gain * self.factors[0]).sin()
         y = (y * FACTOR.get() * ELSEWHERE["factor"]).sin()
         y = self.adapters[self.settings.adapter](y) if self.mask is None else y + self.mask
@@ -73,13 +72,13 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A list of blocks."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks):
         super().__init__()
         self.settings = Settings()
         self.blocks = nn.ModuleList(Block(self.settings) for _ in range(num_blocks))
         self.gives_functions = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = x + 1
         for number, block in enumerate(self.blocks):
             functions = [lambda y: y * (number + 1)] if self.gives_functions else []  # noqa: B023 (which is the point)
@@ -87,18 +86,15 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-Scope = Callable[[Net], AbstractContextManager[Any]]
-
-
 @dataclass(frozen=True)
 class Change:
     """Of what is there in forward, and no longer in backward; or the other way round."""
 
-    around: Scope = lambda net: nullcontext()
+    around: Callable[[Net], AbstractContextManager[Any]] = lambda net: nullcontext()
     """Around all forwards of a step."""
     prepare: Callable[[Net, int], None] = lambda net, number: None
     """Before each forward of a step."""
-    later: Scope = lambda net: nullcontext()
+    later: Callable[[Net], AbstractContextManager[Any]] = lambda net: nullcontext()
     """Around backward."""
     call: Callable[[Net, torch.Tensor], torch.Tensor] | None = None
     """Instead of ``net(x)``."""
@@ -106,11 +102,11 @@ class Change:
     """Whether an error is expected where blocks must be recomputed; else all is put back."""
 
 
-def _between(before: Callable[[Net], object], after: Callable[[Net], object]) -> Scope:
+def _between(before, after):
     """Something that is done, and undone."""
 
     @contextmanager
-    def scope(net: Net) -> Iterator[None]:
+    def scope(net):
         before(net)
         try:
             yield
@@ -120,11 +116,11 @@ def _between(before: Callable[[Net], object], after: Callable[[Net], object]) ->
     return scope
 
 
-def _set(target: Callable[[Any], Any], name: str, value: Any) -> Scope:
+def _set(target, name, value):
     """An attribute of something that all blocks have."""
 
     @contextmanager
-    def scope(net: Net) -> Iterator[None]:
+    def scope(net):
         with ExitStack() as stack:
             for block in net.blocks:
                 owner = target(block)
@@ -138,10 +134,10 @@ def _set(target: Callable[[Any], Any], name: str, value: Any) -> Scope:
     return scope
 
 
-def _item(place: Callable[[Net], Any], key: Any, value: Any) -> Scope:
+def _item(place, key, value):
     """Of a container, where there was the same item before."""
 
-    def scope(net: Net) -> AbstractContextManager[None]:
+    def scope(net):
         before = place(net)[key]
         put = operator.setitem
         return _between(lambda _: put(place(net), key, value), lambda _: put(place(net), key, before))(net)
@@ -150,24 +146,24 @@ def _item(place: Callable[[Net], Any], key: Any, value: Any) -> Scope:
 
 
 @contextmanager
-def _hooked(net: Net) -> Iterator[None]:
+def _hooked(net):
     with ExitStack() as stack:
         for block in net.blocks:
             stack.enter_context(block.linear.register_forward_hook(lambda module, inputs, output: output * 2))
         yield
 
 
-def _hooked_everywhere(net: Net) -> AbstractContextManager[Any]:
+def _hooked_everywhere(net):
     return nn.modules.module.register_module_forward_hook(
         lambda module, inputs, output: output * 2 if isinstance(module, nn.LayerNorm) else None
     )
 
 
-def _edited(tensor: Callable[[Any], torch.Tensor], *, by_data: bool = False) -> Scope:
+def _edited(tensor, *, by_data=False):
     """In place, where its version shows it; ``by_data``: unseen by any version."""
 
     @contextmanager
-    def scope(net: Net) -> Iterator[None]:
+    def scope(net):
         edited = [tensor(block).data if by_data else tensor(block) for block in net.blocks]
         before = [each.detach().clone() for each in edited]
         with torch.no_grad():
@@ -183,11 +179,11 @@ def _edited(tensor: Callable[[Any], torch.Tensor], *, by_data: bool = False) -> 
     return scope
 
 
-def _other_data(tensor: Callable[[Any], torch.Tensor]) -> Scope:
+def _other_data(tensor):
     """In the place of the tensor's own."""
 
     @contextmanager
-    def scope(net: Net) -> Iterator[None]:
+    def scope(net):
         before = [(tensor(block), tensor(block).data) for block in net.blocks]
         for owner, data in before:
             owner.data = data * 3
@@ -200,14 +196,12 @@ def _other_data(tensor: Callable[[Any], torch.Tensor]) -> Scope:
     return scope
 
 
-def _other_weights(net: Net, x: torch.Tensor) -> torch.Tensor:
+def _other_weights(net, x):
     weights = {name: (p * 1.5).detach().requires_grad_() for name, p in net.named_parameters() if "norm" in name}
-    result = torch.func.functional_call(net, weights, (x,))
-    assert isinstance(result, torch.Tensor)
-    return result
+    return torch.func.functional_call(net, weights, (x,))
 
 
-def _by_number(net: Net, number: int, name: str) -> None:
+def _by_number(net, number, name):
     for block in net.blocks:
         if name == "p":
             block.dropout.p = 0.1 + 0.2 * number
@@ -215,15 +209,15 @@ def _by_number(net: Net, number: int, name: str) -> None:
             setattr(block, name, 1.0 + number)
 
 
-_bias: Callable[[Any], Any] = lambda block: block.adapters["one"].bias  # noqa: E731
-_scale: Callable[[Any], Any] = lambda block: block.scale  # noqa: E731
+_bias = lambda block: block.adapters["one"].bias  # noqa: E731
+_scale = lambda block: block.scale  # noqa: E731
 _deterministic = torch.use_deterministic_algorithms
-_train_adapters: Callable[[Net, bool], None] = lambda net, on: [  # noqa: E731
+_train_adapters = lambda net, on: [  # noqa: E731
     block.adapters.requires_grad_(on) for block in net.blocks
 ]
 
 
-CHANGES: dict[str, Change] = {
+CHANGES = {
     "nothing": Change(),
     "functional_call": Change(call=_other_weights),
     "dropout's p for each forward": Change(prepare=lambda net, number: _by_number(net, number, "p")),
@@ -232,7 +226,7 @@ CHANGES: dict[str, Change] = {
     "hook in backward": Change(later=_hooked),
     "hook of all modules in forward": Change(around=_hooked_everywhere, refused=True),
     "forward patched on an instance": Change(
-        around=_set(lambda block: block.norm, "forward", lambda block: lambda x: x * 2)  # type: ignore[attr-defined]
+        around=_set(lambda block: block.norm, "forward", lambda block: lambda x: x * 2)
     ),
     "forward of a class patched in backward": Change(
         later=_set(lambda block: Exponential, "forward", lambda block: lambda self, x: x.sin() * 2), refused=True
@@ -252,7 +246,7 @@ CHANGES: dict[str, Change] = {
     ),
     "list in backward": Change(
         later=_item(lambda net: net.blocks[0].factors, 0, 3.0),
-        refused=True,  # type: ignore[attr-defined]
+        refused=True,
     ),
     "closure over a loop variable": Change(
         around=_between(
@@ -303,7 +297,7 @@ class ModuleProgram:
     """After a run: how often each step was refused."""
 
     @classmethod
-    def of_seed(cls, seed: int) -> ModuleProgram:
+    def of_seed(cls, seed):
         """A random one."""
         dice = random.Random(seed)
         names = dice.sample(sorted(CHANGES), dice.choice((1, 1, 2, 3)))
@@ -311,12 +305,12 @@ class ModuleProgram:
         names = [name for name in names if name not in calls[1:]]
         return cls(names, num_forwards=dice.choice((1, 2)), num_blocks=dice.choice((2, 3)), steps=dice.choice((2, 3)))
 
-    def __call__(self, session: Session) -> Any:
+    def __call__(self, session):
         torch.manual_seed(3)
         net = Net(self.num_blocks)
         session.register(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        seen: list[Any] = []
+        seen = []
         self.errors = []
         for step in range(self.steps):
             self.errors.append(0)
@@ -335,7 +329,7 @@ class ModuleProgram:
             optimizer.zero_grad()
         return seen, [p.detach().clone() for p in net.parameters()]
 
-    def _forward_and_backward(self, session: Session, net: Net, x: torch.Tensor) -> torch.Tensor:
+    def _forward_and_backward(self, session, net, x):
         changes = [CHANGES[name] for name in self.changes]
         call = next((change.call for change in changes if change.call is not None), None) or (lambda net, x: net(x))
         losses = []

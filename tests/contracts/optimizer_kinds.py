@@ -5,38 +5,7 @@ from collections import defaultdict
 import torch
 from torch.optim import Optimizer
 
-
-class Momentum(Optimizer):
-    """By hand, with places for what a class adds."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-        self.prepare()
-
-    def prepare(self):
-        """What it has of its own."""
-
-    def new_state(self, p):
-        return {"m": torch.zeros_like(p)}
-
-    def update(self, p, state, rate):
-        state["m"].mul_(0.9).add_(p.grad)
-        p.sub_(state["m"], alpha=rate)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    if not state:
-                        state.update(self.new_state(p))
-                    self.update(p, state, group["lr"])
-        return loss
+from tests.support.declared_optimizers import Momentum
 
 
 class Lookahead(Optimizer):
@@ -87,11 +56,10 @@ class OwnList(Momentum):
 class Views(Momentum):
     """Two states in one buffer, which is emptied as a whole."""
 
-    def new_state(self, p):
-        buffer = torch.zeros(2, *p.shape)
-        return {"m": buffer[0], "n": buffer[1], "both": buffer}
-
-    def update(self, p, state, rate):
+    def update(self, p, state, rate, scale):
+        if not state:
+            buffer = torch.zeros(2, *p.shape)
+            state.update(m=buffer[0], n=buffer[1], both=buffer)
         state["both"].mul_(0.9)
         state["n"].add_(p.grad.abs())
         state["m"].add_(p.grad)
@@ -101,21 +69,17 @@ class Views(Momentum):
 class TwoNames(Momentum):
     """One tensor, twice."""
 
-    def new_state(self, p):
-        state = super().new_state(p)
-        return {**state, "n": state["m"]}
-
-    def update(self, p, state, rate):
-        super().update(p, state, rate)
-        state["n"].mul_(0.5)
+    def update(self, p, state, rate, scale):
+        super().update(p, state, rate, scale)
+        state.setdefault("n", state["m"]).mul_(0.5)
 
 
 class KeepsGradient(Momentum):
     """A state that shows the gradient, which the next backward writes to."""
 
-    def update(self, p, state, rate):
+    def update(self, p, state, rate, scale):
         p.sub_(state.setdefault("last", p.grad), alpha=rate)
-        super().update(p, state, rate)
+        super().update(p, state, rate, scale)
 
 
 class OneForAll(Momentum):

@@ -33,7 +33,6 @@ def player(directory, *, fail_write=None, **kwargs):
 
             def offload(optimizer):
                 offloaded = offloader.offload_optimizer(optimizer)
-                assert isinstance(offloaded, OffloadedOptimizer)
                 drives[-1].fail_write = fail_write
                 made.append(offloaded)
                 return offloaded

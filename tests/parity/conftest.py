@@ -1,3 +1,4 @@
+import gc
 import sys
 
 import pytest
@@ -20,3 +21,11 @@ def many_subgroups(small_subgroups):
     """Large parameters are cut, and sums are made in one order."""
     with one_thread():
         yield
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -159,7 +159,6 @@ def buffer_before_backward(session):
     layer.eval()
     with session.saved():
         y = layer(x)
-    assert layer.running_mean is not None
     layer.running_mean.add_(1)
     return finish(session, y, x)
 
@@ -220,7 +219,6 @@ def second_version_saved_too(session):
         base.add_(1)
         second = (a * base).sum()
     good = finish(session, second, a)
-    assert good[0] is not None
     try:
         finish(session, first, a)
     except RuntimeError as error:

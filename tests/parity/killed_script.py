@@ -14,7 +14,7 @@ from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.planning import update_memory
 from tests.parity.models import causal_batch, gpt2, hugging_face_loss
 from tests.support.everything_away import all_away, away_from_device
-from tests.support.helpers import Session, Training, open_offloader
+from tests.support.helpers import Session, Training
 
 COUNTS = {}
 
@@ -34,21 +34,6 @@ class Stops(torch.optim.AdamW):
         if any(p.numel() > 5**4 for group in self.param_groups for p in group["params"]):  # no small copies
             reached("update", 6)
         return super().step(closure)
-
-
-def activations(directory):
-    """Saved tensors alone."""
-    model = gpt2(hidden=160)
-    with open_offloader(directory) as offloader:
-        offloader.register_module(model)
-        for step in range(1000):
-            with offloader.saved_tensors():
-                loss = hugging_face_loss(model, causal_batch(step))
-                big = [torch.rand(1 << 20, requires_grad=True).sin().exp() for _ in range(8)]
-            offloader.flush()
-            reached("forward", 2)
-            (loss + sum(t.sum() for t in big)).backward()
-            offloader.end_backward()
 
 
 def model():
@@ -86,7 +71,7 @@ def device(directory):
     everything(directory, functools.partial(away_from_device, gradients="offload"))
 
 
-PROGRAMS = {program.__name__: program for program in (activations, everything, device)}
+PROGRAMS = {program.__name__: program for program in (everything, device)}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](Path(sys.argv[3]))

@@ -1,7 +1,5 @@
 """Modules of Lightning that are made, run or optimized in odd ways."""
 
-from __future__ import annotations
-
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
@@ -14,13 +12,15 @@ from tests.support.trainers import WIDTH, Block, ManualNet, Net
 class MadeLate(Net):
     """Makes its layers when the strategy asks for them."""
 
-    def __init__(self) -> None:
+    is_trained = True
+
+    def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList()
+        del self.blocks
 
     def configure_model(self):
-        if not len(self.blocks):
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
+        if not hasattr(self, "blocks"):
+            self.blocks = nn.ModuleList(Block() for _ in range(3)).requires_grad_(self.is_trained)
 
 
 class Branching(Net):
@@ -61,12 +61,9 @@ class Packed(Net):
 class Adapted(Net):
     """Frozen layers, and trained detours of low rank."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         adapted(self)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
 class TwoLoaders(Net):
@@ -86,7 +83,7 @@ class TwoLoaders(Net):
 class Adversarial(Net):
     """Generator and discriminator, toggled; gradients of the one flow through the other, frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
         self.make, self.judge = Block(), nn.Sequential(Block(), nn.Linear(WIDTH, 1))
@@ -130,13 +127,6 @@ class ClosesOver(ManualNet):
             optimizer.step(closure=closure)
 
 
-class ManyEvaluations(Net):
-    """An optimizer that evaluates the model as often as it likes."""
-
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
-
-
 class Wrapped(Net):
     """Returns its optimizer in the wrapper that Lightning gives to manual optimization."""
 
@@ -154,9 +144,8 @@ class NoOptimizer(Net):
 class Words(Net):
     """Sparse gradients of an embedding, dense ones of the rest."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self):
         super().__init__()
-        self.kind = kind
         self.words = nn.Embedding(300, WIDTH, sparse=True)
 
     def forward(self, x):
@@ -164,50 +153,45 @@ class Words(Net):
         return super().forward(self.words(rows).sum(1) + x)
 
     def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+class WordsInTurns(Words):
+    """The one with an optimizer for sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
         rest = [p for name, p in self.named_parameters() if not name.startswith("words")]
-        if self.kind == "sgd":
-            return torch.optim.SGD(self.parameters(), lr=1e-2)
         return torch.optim.SparseAdam(self.words.parameters(), lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)
 
     def training_step(self, batch, batch_idx):
-        if self.automatic_optimization:
-            return super().training_step(batch, batch_idx)
         loss = self.loss(batch)
         self.manual_backward(loss)
-        assert self.words.weight.grad is not None
         assert self.words.weight.grad.is_sparse
         for optimizer in self.optimizers():
             optimizer.step()
             optimizer.zero_grad()
-        return None
-
-
-class WordsInTurns(Words):
-    def __init__(self) -> None:
-        super().__init__("adam")
-        self.automatic_optimization = False
 
 
 class Scheduled(Net):
-    """A learning rate that changes."""
-
-    def __init__(self, interval: str) -> None:
-        super().__init__()
-        self.interval = interval
+    """A learning rate that changes with each epoch."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
         warm = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
         decay = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
         scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, decay], [3])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
 
 
 class OnPlateau(Net):
     """A scheduler that looks at a metric."""
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
         config = {"scheduler": scheduler, "monitor": "train/loss", "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": config}
@@ -235,7 +219,7 @@ class FusedOverflows(Overflows, Fused):
 class WithBackbone(Net):
     """For the finetuning callback, which wants a module of this name, and optimizers without it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.backbone = Block()
 
@@ -243,12 +227,12 @@ class WithBackbone(Net):
         return super().forward(self.backbone(x))
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+        optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
 class WithRate(Net):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lr = 1e-3
 
@@ -257,10 +241,12 @@ class WithRate(Net):
 
 
 class Failing(Net):
-    """Until it is mended, in the fourth step."""
-
-    is_mended = False
+    """In the fourth step."""
 
     def on_train_batch_start(self, batch, batch_idx):
-        if self.trainer.global_step == 3 and not self.is_mended:
+        if self.trainer.global_step == 3 and type(self) is Failing:
             raise ZeroDivisionError("on purpose")
+
+
+class Mended(Failing):
+    """Goes on."""

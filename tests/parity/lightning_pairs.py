@@ -2,19 +2,13 @@
 
 import lightning as L
 import pytest
-import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 
-from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
-from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from tests.support.helpers import assert_identical
-from tests.support.trainers import LIGHTNING_NOISE, fit, result
+from tests.support.trainers import LIGHTNING_NOISE, everything, fit, offload_strategy
 
 MARKS = [
     *(pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),
     pytest.mark.filterwarnings("ignore:You have set log_momentum=True, but some optimizers do not"),
     pytest.mark.usefixtures("many_subgroups"),
@@ -38,35 +32,17 @@ class Drains(L.Callback):
     """Backward begins when everything has left, so that it is the drive that gives the bytes back."""
 
     def on_before_backward(self, trainer, pl_module, loss):
-        assert isinstance(trainer.strategy, SSDOffloadStrategy)
-        assert trainer.strategy.offloader is not None
         trainer.strategy.offloader.flush()
 
 
 def all_on_ssd(directory, *, states=True, endurance=None, **policy):
-    settings = {"activations": "offload", "min_tensor_bytes": 4096, "optimizer_states": "offload"}
+    settings = {"activations": "offload", "optimizer_states": "offload", "drive_endurance": endurance}
     settings |= (away if states else {"optimizer_states": "keep"}) | policy
-    return SSDOffloadStrategy(
-        policy=OffloadPolicy(**settings),
-        hardware=HardwareProfile(paths=[directory / "spill"], allow_unsuitable_paths=True, drive_endurance=endurance),
-    )
-
-
-def everything(trainer, module):
-    """What two equal trainings have in common."""
-    optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
-    for saved in optimizers:
-        # Plainly in the order in which parameters first got gradients, ours in that of the parameters.
-        # Lightning moves them to the CPU when a fit is over; of ours, small ones stay on the card.
-        saved["state"] = apply_to_collection(
-            dict(sorted(saved.get("state", {}).items())), torch.Tensor, torch.Tensor.cpu
-        )
-    return result(module) | {"optimizers": optimizers}
+    return offload_strategy(directory / "spill", **settings)
 
 
 def assert_moved(trainer):
     """A test in which nothing took our way would show nothing."""
-    assert isinstance(trainer.strategy, SSDOffloadStrategy)
     states = trainer.strategy.policy.optimizer_states == "offload"
     stats = trainer.strategy.stats
     assert stats.bytes_written > 0

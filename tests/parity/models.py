@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.helpers import Training
 
@@ -28,14 +28,19 @@ def floats(step, *shape):
 
 def hugging_face_loss(model, batch):
     """The loss that the model itself computes."""
-    loss = model(**batch).loss
-    assert isinstance(loss, torch.Tensor)
-    return loss
+    return model(**batch).loss
 
 
 def mean_square(model, batch):
     """Mean of the squared output."""
     return model(batch["x"]).square().mean()
+
+
+def sines(x, length):
+    """A chain, each link of which saves what the one before it gives."""
+    for _ in range(length):
+        x = x.sin()
+    return x
 
 
 # -- of Hugging Face ---------------------------------------------------------------------------------------------------
@@ -174,6 +179,16 @@ def lstm_training():
     return Training(Recurrent, lambda step: {"x": floats(step, 5, 19, 23)}, mean_square)
 
 
+CHECKPOINTS = {
+    "reentrant": {"use_reentrant": True},
+    "non-reentrant": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]),
+    },
+}
+
+
 class Perceptrons(nn.Module):
     """Residual blocks, each checkpointed or not; ``depth(step)`` of them run."""
 
@@ -196,7 +211,7 @@ class Perceptrons(nn.Module):
             if self.mode == "none" or (self.mode == "alternate" and number % 2):
                 x = x + block(x)
             else:
-                x = x + checkpoint(block, x, use_reentrant=self.mode == "reentrant")
+                x = x + checkpoint(block, x, **CHECKPOINTS.get(self.mode, CHECKPOINTS["non-reentrant"]))
         return x
 
 

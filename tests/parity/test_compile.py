@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from tests.parity.models import Perceptrons, floats, mean_square
-from tests.support.helpers import DRAINED, EAGER, Training, assert_parity
+from tests.support.helpers import DRAINED, EAGER, Session, Training, assert_parity
 
 BACKEND = "aot_eager"
 
@@ -24,7 +24,6 @@ def _fresh_compiler():
 
 
 def by_block(model):
-    assert isinstance(model, Perceptrons)
     for block in model.blocks:
         block.compile(backend=BACKEND)
     return model
@@ -60,7 +59,6 @@ def test_compiled_after_the_context_was_used(tmp_path):
 
 
 def wrapped_blocks(model):
-    assert isinstance(model, Perceptrons)
     model.blocks = nn.ModuleList([torch.compile(block, backend=BACKEND) for block in model.blocks])
     return model
 
@@ -79,15 +77,15 @@ def test_code_that_weights_divide_is_told_of_once(prepare, is_told, is_early, tm
     hardware = HardwareProfile(paths=(str(tmp_path),))
     with warnings.catch_warnings(record=True) as caught, Offloader(policy=policy, hardware=hardware) as offloader:
         warnings.simplefilter("always")
-        offloader.register_module(model)
+        session = Session(offloader)
+        session.register(model)
         if not is_early:
             prepare(model)
-        optimizer = offloader.offload_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for step in range(2):
-            with offloader.saved_tensors():
+            with session.saved():
                 loss = model(floats(step, 9, 17, 40)).square().mean()
-            loss.backward()
-            offloader.end_backward()
+            session.backward(loss)
             optimizer.step()
         assert offloader.stats.weights_bytes > 0
     told = [str(warning.message) for warning in caught if "divides compiled code" in str(warning.message)]

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.scheduling.plan_report import PlanReport
@@ -24,14 +23,15 @@ from lightning_ssd.telemetry.stats import OffloadStats, OptimizerStats
 from recipes.benchmarks.workers.optimizer import CopiesByHand, states_digest
 from recipes.benchmarks.workers.optimizer_job import Kind
 from recipes.determinism import make_deterministic
-from tests.parity.lightning_pairs import MARKS, both, everything
+from tests.parity.lightning_pairs import MARKS, both
 from tests.support.cuda_memory import allocated_bytes
 from tests.support.helpers import Session, assert_identical, assert_released, moved
 from tests.support.leftovers import assert_nothing_left
+from tests.support.loops import VOCABULARY, Block, Gpt, loss_of
 from tests.support.pairs import pairwise
-from tests.support.trainers import Net, fit
+from tests.support.trainers import Net, everything, fit
 
-VOCABULARY, NUM_BLOCKS = 97, 4
+NUM_BLOCKS = 4
 SLEEP_CYCLES = 1_000_000  # about half a millisecond
 ADAMW = {"foreach": {"foreach": True}, "fused": {"fused": True}}
 
@@ -104,39 +104,9 @@ class Late(torch.autograd.Function):
         return gradients[0]
 
 
-class Block(nn.Module):
-    """Of a transformer."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down, self.dropout = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
-
+class LateBlock(Block):
     def forward(self, x):
-        x = Late.apply(x)
-        q, k, v = self.qkv(self.first(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.dropout(self.down(functional.gelu(self.up(self.second(x)))))
-
-
-class Gpt(nn.Module):
-    """Tied weights, dropout."""
-
-    def __init__(self, width, window):
-        super().__init__()
-        self.embed, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(window, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(NUM_BLOCKS))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens) + self.place.weight
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x)).float().flatten(0, 1)
-        return functional.cross_entropy(logits, tokens.roll(-1, 1).flatten())
+        return super().forward(Late.apply(x))
 
 
 @dataclass(frozen=True)
@@ -154,14 +124,15 @@ class Task:
         """Train; returns all that there is to compare, in the host's memory."""
         torch.manual_seed(3)
         dtype = torch.bfloat16 if self.master_weights else torch.float32
-        network = Gpt(place.width, place.window).to(place.device, dtype)
+        network = Gpt(place.width, place.window, make_block=LateBlock, num_blocks=NUM_BLOCKS).to(place.device, dtype)
         session.register(network)
         optimizer = self._optimizer(list(network.parameters()), session.offloader)
         seen = {"losses": [], "gradients": []}
         for number in range(self.steps * self.micro_batches):
             session.drained = number % 2 == 0  # on the other steps transfers run into backward
             with session.saved(), torch.autocast(place.device.type, torch.bfloat16, enabled=self.autocast):
-                loss = network(place.tokens(number)) / self.micro_batches
+                tokens = place.tokens(number)
+                loss = loss_of(network(tokens), tokens) / self.micro_batches
             session.backward(loss)
             seen["losses"].append(host_copy(loss))
             if (number + 1) % self.micro_batches == 0:

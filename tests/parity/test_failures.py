@@ -11,7 +11,7 @@ import torch
 
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import CorruptionError, OffloaderClosedError, StorageError
-from tests.parity.models import Perceptrons, floats, mean_square
+from tests.parity.models import Perceptrons, floats, mean_square, sines
 from tests.support.faults import always, eio, enospc, on_calls, short
 from tests.support.helpers import DRAINED, Session, Setup, Training, assert_identical, assert_released, outcome
 from tests.support.plan_trainings import faulty
@@ -22,14 +22,11 @@ TRAINING = Training(
 FULL = Setup(verify="full")
 
 
-def chain(offloader, *, length=6):
+def chain(offloader):
     """A loss whose saved tensors are all on disk."""
     x = floats(0, 64, 64).requires_grad_()
     with offloader.saved_tensors():
-        y = x * 1
-        for _ in range(length):
-            y = y.sin()
-        loss = y.sum()
+        loss = sines(x * 1, 6).sum()
     offloader.flush()
     return loss
 
@@ -77,27 +74,23 @@ def test_writes_fail_for_a_while(tmp_path):
         assert offloader.stats.bytes_read > 0
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_a_failed_write_keeps_nothing_alive(tmp_path):
     """Neither the warning that is to come nor the error holds the tensor, and no collector is waited for."""
-    gc.collect()
-    gc.disable()
-    try:
-        with warnings.catch_warnings(), faulty(tmp_path, DRAINED, fail_write=always(eio)) as (offloader, _):
-            warnings.simplefilter("ignore", UserWarning)
-            x = floats(0, 64, 64).requires_grad_()
-            with offloader.saved_tensors():
-                y = x * 1
-                saved = StorageKey(y.untyped_storage())
-                loss = y.sin().sum()
-            offloader.flush()
-            assert offloader.stats.failures > 0
-            del y
-            assert saved.alive()
-            loss.backward()
-            del loss
-            assert not saved.alive()
-    finally:
-        gc.enable()
+    with warnings.catch_warnings(), faulty(tmp_path, DRAINED, fail_write=always(eio)) as (offloader, _):
+        warnings.simplefilter("ignore", UserWarning)
+        x = floats(0, 64, 64).requires_grad_()
+        with offloader.saved_tensors():
+            y = x * 1
+            saved = StorageKey(y.untyped_storage())
+            loss = y.sin().sum()
+        offloader.flush()
+        assert offloader.stats.failures > 0
+        del y
+        assert saved.alive()
+        loss.backward()
+        del loss
+        assert not saved.alive()
 
 
 def test_a_failed_read_is_tried_again(tmp_path):
@@ -239,18 +232,12 @@ def test_closing_while_everything_is_under_way(tmp_path):
     with faulty(tmp_path, DRAINED, delay_s=0.01) as (offloader, _):
         x = floats(0, 64, 64).requires_grad_()
         with offloader.saved_tensors():
-            y = x * 1
-            for _ in range(30):
-                y = y.sin()
-            loss = y.sum()
+            loss = sines(x * 1, 30).sum()
     assert offloader.stats.bytes_written < 30 * 64 * 64 * 4
     with suppress(OffloaderClosedError):  # what had been written is gone with the file; the rest is still in memory
         loss.backward()
         (got, x.grad) = (x.grad, None)
-        y = x * 1
-        for _ in range(30):
-            y = y.sin()
-        y.sum().backward()
+        sines(x * 1, 30).sum().backward()
         assert_identical(got, x.grad)
-    del loss, y
+    del loss
     gc.collect()

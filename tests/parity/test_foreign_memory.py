@@ -57,7 +57,6 @@ def test_other_memory_during_the_write(change, tmp_path):
         offloader.flush()
         del x, junk
         y.backward()
-        assert w.grad is not None
         assert torch.equal(w.grad, torch.ones(N))
         with pytest.warns(UserWarning, match="given other memory"):
             offloader.end_backward()
@@ -80,7 +79,6 @@ def test_other_memory_before_the_write(tmp_path):
         x.data.fill_(1.0)
         del x
         y.backward()
-        assert w.grad is not None
         assert torch.equal(w.grad, torch.full((N,), 5.0))
         with pytest.warns(UserWarning, match="must not be resized"):
             offloader.end_backward()

@@ -1,19 +1,14 @@
 """Custom ``autograd.Function``s: inputs, outputs and intermediates saved, read twice, marked dirty, nested."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ssd.errors import HooksRefusedError
 from tests.parity.saved_programs import graph, leaf
 from tests.support.helpers import SETUPS, Session, assert_identical, assert_same, open_offloader
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it
 
 
 class SaveAll(torch.autograd.Function):
@@ -171,7 +166,6 @@ def test_what_a_node_shows_of_its_saved_tensors(tmp_path):
         with session.saved():
             y = (a * 2).sin()
         session.drain()
-        assert y.grad_fn is not None
         seen = y.grad_fn._saved_self.detach().clone()
         y.sum().backward()
         session.end()
@@ -229,7 +223,6 @@ def test_what_is_noted_on_a_constant(is_held, tmp_path):
         del constant
         session.backward(loss)
         del held
-        assert x.grad is not None
         return x.grad
 
     expected = gradient(Session())
@@ -260,8 +253,7 @@ INSTEAD = {
 
 
 @pytest.mark.parametrize("name", REFUSING)
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it
-def test_transforms_that_refuse_hooks_are_refused_with_a_way_out(name: str, tmp_path: Path) -> None:
+def test_transforms_that_refuse_hooks_are_refused_with_a_way_out(name, tmp_path):
     """They work beside our context; within it, an error of ours names what works."""
     x = torch.rand(5, 6)
     expected = REFUSING[name](x)
@@ -298,8 +290,7 @@ def test_other_errors_of_a_forward_stay_what_they_are(tmp_path):
     ],
     ids=["vmap", "jvp", "jacfwd"],
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it
-def test_transforms_that_take_hooks_have_their_bits(transform: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
+def test_transforms_that_take_hooks_have_their_bits(transform, tmp_path):
     x = torch.rand(5, 6)
     expected = transform(x)
     with open_offloader(tmp_path) as offloader:
@@ -323,8 +314,7 @@ def tangents_of_zeros(a):
 
 
 @pytest.mark.parametrize("build", [dual_numbers, tangents_of_zeros])
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it
-def test_forward_mode(build: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+def test_forward_mode(build, tmp_path):
     """Dual numbers inside the context."""
 
     def within(a):

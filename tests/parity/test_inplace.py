@@ -15,7 +15,6 @@ from tests.support.helpers import (
     MIDDLE,
     PLANNED,
     SMALL,
-    Raised,
     Session,
     Setup,
     assert_same,
@@ -42,12 +41,10 @@ MADE_BY = {
 def test_raises_as_plain_pytorch(name, tmp_path):
     """And names who made the tensor, where it can still be told."""
     plain = assert_same(RAISING[name], tmp_path, setups=SETUPS, raises=True, moves=False)
-    assert isinstance(plain, Raised)
     assert "modified by an inplace operation" in plain.text
     for setup in (EAGER, SMALL, KEEP):
         with open_offloader(tmp_path, setup) as offloader:
             got = outcome(RAISING[name], Session.of(offloader, setup))
-        assert isinstance(got, Raised)
         if got.text != plain.text and name in MADE_BY:
             assert maker_of(got.text) == ("0", MADE_BY[name])
             assert maker_of(plain.text) != maker_of(got.text)
@@ -59,12 +56,10 @@ def test_raises_as_plain_pytorch(name, tmp_path):
 def test_an_edit_of_one_of_several_views_raises(name, tmp_path):
     """PyTorch has other words for it; where it looks by itself, they are its own."""
     plain = outcome(SEVERAL[name], Session())
-    assert isinstance(plain, Raised)
     assert IS_ONE_OF_SEVERAL in plain.text
     for setup in SETUPS:
         with open_offloader(tmp_path, setup) as offloader:
             got = outcome(SEVERAL[name], Session.of(offloader, setup))
-        assert isinstance(got, Raised)
         assert got.type == plain.type
         assert got.text == plain.text or maker_of(got.text) == ("2" if name == "chunk outputs" else "1", "Split"), got
 

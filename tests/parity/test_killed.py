@@ -9,7 +9,6 @@ from tests.support.everything_away import all_away, away_from_device
 from tests.support.helpers import Session, Training, assert_identical
 
 POINTS = {
-    "activations": ("forward",),
     "everything": ("taking over", "forward", "backward", "update"),
     "device": ("backward", "between", "update"),
 }
@@ -34,7 +33,6 @@ def kill(what, point, directory, forks):
     """Kill a training process at a point; return what its files took."""
     command = [*forks, "-m", "tests.parity.killed_script", what, point, str(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
         line = child.stdout.readline().split()
         assert line[:1] == ["reached"], line
         taken = held(int(line[1]), directory)
@@ -59,5 +57,5 @@ def test_nothing_stays_after_kill_9(tmp_path, forks):
     for what, points in POINTS.items():
         for point in points:
             taken = kill(what, point, tmp_path, forks)
-            assert taken > (32 << 20 if what == "activations" else 1 << 20), f"{what}, {point}: more was expected"
+            assert taken > 1 << 20, f"{what}, {point}: more was expected"
     assert_trains(tmp_path)

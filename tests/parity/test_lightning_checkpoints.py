@@ -1,15 +1,14 @@
 """Checkpoints of Lightning trainings that wait on SSD: those of plain ones, whoever goes on from them."""
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
-from tests.parity.lightning_nets import Failing
-from tests.parity.lightning_pairs import ALL_AWAY, MARKS, all_on_ssd, assert_moved, both, everything
+from tests.parity.lightning_nets import Failing, Mended
+from tests.parity.lightning_pairs import ALL_AWAY, MARKS, all_on_ssd, assert_moved, both
 from tests.support.helpers import assert_identical
-from tests.support.trainers import NUM_BATCHES, Net, fit, make_trainer
+from tests.support.trainers import NUM_BATCHES, Net, everything, fit
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("what_is_away")]
 
@@ -36,10 +35,8 @@ def test_a_resumed_training_goes_on_whoever_saved(epochs, spill_dir):
         assert_identical(mine, plain)
     for source in ("plain", "ours"):
         for name in ("plain", "ours"):
-            L.seed_everything(8, verbose=False)
-            module = Net()
-            trainer = make_trainer(strategy_named(name, spill_dir), spill_dir, max_epochs=epochs)
-            trainer.fit(module, ckpt_path=spill_dir / source / file)
+            strategy, path = strategy_named(name, spill_dir), spill_dir / source / file
+            trainer, module = fit(Net, strategy, spill_dir, ckpt_path=path, max_epochs=epochs)
             results[source, name] = everything(trainer, module)
             if name == "ours":
                 assert_moved(trainer)
@@ -60,11 +57,8 @@ def test_a_checkpoint_on_exception_is_the_plain_one_and_training_goes_on_within_
         with pytest.raises(ZeroDivisionError, match="on purpose"):
             fit(Failing, strategies[0], directory, callbacks=[callback], enable_checkpointing=True)
         saved = torch.load(directory / "failed.ckpt", weights_only=False)
-        L.seed_everything(8, verbose=False)
-        module = Failing()
-        module.is_mended = True
-        trainer = make_trainer(strategies[1], directory, max_epochs=2)
-        trainer.fit(module, ckpt_path=directory / "failed.ckpt")
+        path = directory / "failed.ckpt"
+        trainer, module = fit(Mended, strategies[1], directory, ckpt_path=path, max_epochs=2)
         assert trainer.global_step == 2 * NUM_BATCHES
         results[name] = {key: saved[key] for key in ("state_dict", "optimizer_states", "loops", "global_step")}
         results[name] |= everything(trainer, module)
@@ -103,25 +97,16 @@ class Unfreezes(BaseFinetuning):
     """The first block joins after the first epoch, as a group of its own."""
 
     def freeze_before_training(self, pl_module):
-        assert isinstance(pl_module, Net)
         self.freeze(pl_module.blocks[0])
 
     def finetune_function(self, pl_module, epoch, optimizer):
-        assert isinstance(pl_module, Net)
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.blocks[0], optimizer, lr=1e-3)
 
 
-class Finetuned(Net):
-    """Trains what is not frozen when the optimizer is made."""
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-
 @ALL_AWAY
 def test_frozen_parameters_join_later(spill_dir):
-    both(Finetuned, spill_dir, lambda directory: {"callbacks": [Unfreezes()], "max_epochs": 3})
+    both(Net, spill_dir, lambda directory: {"callbacks": [Unfreezes()], "max_epochs": 3})
 
 
 def test_a_resumed_finetuning_has_its_groups_and_states(spill_dir):
@@ -131,13 +116,12 @@ def test_a_resumed_finetuning_has_its_groups_and_states(spill_dir):
         saving = ModelCheckpoint(spill_dir / name, save_last=True)
         return {"callbacks": [Unfreezes(), saving], "enable_checkpointing": True, "max_epochs": epochs}
 
-    fit(Finetuned, all_on_ssd(spill_dir), spill_dir, **settings("ours", 2))
+    fit(Net, all_on_ssd(spill_dir), spill_dir, **settings("ours", 2))
     results = []
     for strategy in ("auto", all_on_ssd(spill_dir)):
-        L.seed_everything(7, verbose=False)
-        module = Finetuned()
-        trainer = make_trainer(strategy, spill_dir, **settings("more", 3))
-        trainer.fit(module, ckpt_path=spill_dir / "ours" / "last.ckpt", weights_only=False)
+        path = spill_dir / "ours" / "last.ckpt"
+        more = {"ckpt_path": path, "weights_only": False} | settings("more", 3)
+        trainer, module = fit(Net, strategy, spill_dir, **more)
         results.append(everything(trainer, module))
     expected, got = results
     assert len(expected["optimizers"][0]["param_groups"]) == 2

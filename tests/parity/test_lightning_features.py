@@ -27,9 +27,20 @@ from lightning.pytorch.strategies import Strategy
 
 import tests.parity.lightning_nets as nets
 from lightning_ssd.errors import BudgetError
-from tests.parity.lightning_pairs import ALL_AWAY, MARKS, all_on_ssd, assert_moved, both, everything
+from tests.parity.lightning_pairs import ALL_AWAY, MARKS, all_on_ssd, assert_moved, both
 from tests.support.helpers import assert_identical
-from tests.support.trainers import BAREBONES, BATCH_SIZE, NUM_BATCHES, ManualNet, Net, fit, make_trainer, result
+from tests.support.trainers import (
+    BAREBONES,
+    BATCH_SIZE,
+    NUM_BATCHES,
+    LBFGSNet,
+    ManualNet,
+    Net,
+    everything,
+    fit,
+    make_trainer,
+    result,
+)
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("what_is_away")]
 
@@ -70,7 +81,7 @@ FEATURES = {
         lambda d: {"callbacks": [StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)], "max_epochs": 3},
     ),
     "averaging": (Net, lambda d: {"callbacks": [WeightAveraging()], "max_epochs": 2}),
-    "scheduler-per-epoch": (partial(nets.Scheduled, "epoch"), with_(max_epochs=5, limit_train_batches=2)),
+    "scheduler-per-epoch": (nets.Scheduled, with_(max_epochs=5, limit_train_batches=2)),
     "scheduler-on-plateau": (nets.OnPlateau, with_()),
     "fused-optimizer": (nets.Fused, with_()),
     "checkpointed-blocks": (partial(Net, checkpointed=True), with_()),
@@ -100,9 +111,6 @@ def _rows():
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
-@pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
-@pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones")
-@pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
 def test_features(name, tmp_path):
     both(FEATURES[name][0], tmp_path, FEATURES[name][1])
 
@@ -173,7 +181,6 @@ def test_pruning(lottery, permanent, tmp_path):
 
     class Prunes(ModelPruning):
         def setup(self, trainer, pl_module, stage):
-            assert isinstance(pl_module, Net)
             self._parameters_to_prune = [(block.up, "weight") for block in pl_module.blocks]
             super().setup(trainer, pl_module, stage)
 
@@ -217,7 +224,7 @@ def test_a_scaler_scales_and_skips(make, tmp_path):
 
 
 def test_lbfgs_with_activations_on_ssd(tmp_path):
-    (_, plain), _ = both(nets.ManyEvaluations, tmp_path, with_(max_steps=2, limit_val_batches=0), states=False)
+    (_, plain), _ = both(LBFGSNet, tmp_path, with_(max_steps=2, limit_val_batches=0), states=False)
     assert len(plain.losses) > 4
 
 
@@ -228,15 +235,16 @@ def test_an_optimizer_that_is_wrapped_already(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
-def test_no_optimizer(tmp_path):
-    both(nets.NoOptimizer, tmp_path, states=False)
+@pytest.mark.parametrize("make", [nets.NoOptimizer, nets.Words])
+def test_an_optimizer_without_states(make, tmp_path):
+    both(make, tmp_path, states=False)
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_no_optimizer_where_states_are_to_leave(tmp_path):
     _, ours = fit(nets.NoOptimizer, all_on_ssd(tmp_path), tmp_path)
     _, plain = fit(nets.NoOptimizer, "auto", tmp_path)
     assert_identical(result(ours), result(plain))
-
-
-def test_sparse_gradients_with_an_optimizer_without_states(tmp_path):
-    both(partial(nets.Words, "sgd"), tmp_path, states=False)
 
 
 # -- the batch-size finder -------------------------------------------------------------------------------------------
@@ -264,7 +272,6 @@ def test_backward_stays_lightnings_own(tmp_path):
     with mock.patch.object(Strategy, "backward", wraps=strategy.backward) as seen:
         _, module = fit(ManualNet, strategy, tmp_path, limit_val_batches=0)
     assert seen.call_count == len(module.losses) == 2 * NUM_BATCHES
-    assert strategy._session is not None
     assert strategy._session.num_borders == 2 * NUM_BATCHES
 
 

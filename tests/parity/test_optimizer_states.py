@@ -1,18 +1,16 @@
 """The life of the files of optimizer states in Lightning trainings, and what is counted of them."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_ssd import OffloadMonitor
 from lightning_ssd.errors import ConfigError
-from tests.parity.lightning_pairs import MARKS, all_on_ssd, assert_moved, everything
+from tests.parity.lightning_pairs import MARKS, all_on_ssd, assert_moved
 from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
-from tests.support.trainers import LBFGSNet, ManualNet, Net, fit
+from tests.support.loggers import RecordingLogger
+from tests.support.trainers import LBFGSNet, ManualNet, Net, everything, fit
 
 pytestmark = MARKS
 
@@ -50,7 +48,7 @@ def test_what_couples_parameters_is_refused_before_the_first_step(spill_dir):
 class Breaks(torch.optim.AdamW):
     """Fails half way through its second step."""
 
-    num_left: int | None = None  # of the class: an attribute of the optimizer counts steps, as in plain training
+    num_left = None  # of the class: an attribute of the optimizer counts steps, as in plain training
 
     def step(self, closure=None):
         if Breaks.num_left == 0:
@@ -88,40 +86,27 @@ def test_an_error_within_a_step_reaches_the_user_and_leaves_nothing(spill_dir, m
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-class Rows(CSVLogger):
-    """Keeps what the monitor tells."""
-
-    def __init__(self, directory):
-        super().__init__(directory)
-        self.ours = []
-
-    def log_metrics(self, metrics, step=None):
-        if "wear/written_tb" in metrics:
-            self.ours.append(metrics)
-        super().log_metrics(metrics, step)
-
-
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 def test_the_monitor_counts_what_optimizers_write(activations, spill_dir):
-    rows = Rows(spill_dir / "logs")
+    logger = RecordingLogger()
     strategy = all_on_ssd(spill_dir, activations=activations, endurance="600TB")
     monitor = OffloadMonitor()
-    settings = {"logger": rows, "log_every_n_steps": 1, "callbacks": [monitor]}
+    settings = {"logger": logger, "log_every_n_steps": 1, "callbacks": [monitor]}
     trainer, _ = fit(ManualNet, strategy, spill_dir, **settings)
     states = [optimizer.stats for optimizer in trainer.optimizers]
     written = strategy.stats.bytes_written + sum(stats.written_bytes for stats in states)
     read = strategy.stats.bytes_read + sum(stats.read_bytes for stats in states)
     # The last writes and reads may end after the last row.
-    told = {key: 2**30 * sum(row[f"io/{key}_gib"] for row in rows.ours) for key in ("write", "read")}
+    rows = [row for _, row in logger.rows_of_ours()]
+    told = {key: 2**30 * sum(row[f"io.{key}_gib"] for row in rows) for key in ("write", "read")}
     assert written - 2 * states[0].state_bytes <= told["write"] <= written
     assert read - 2 * states[0].state_bytes <= told["read"] <= read
     assert told["read"] > 2 * states[0].state_bytes
-    assert rows.ours[-1]["wear/written_tb"] == pytest.approx(told["write"] / 1e12)
-    assert rows.ours[-1]["wear/drive_life_days"] > 0
-    assert any("io/read_gib_per_s" in row for row in rows.ours), "no event of an optimizer's tier"
-    assert sum(row["io/stall_s"] for row in rows.ours) >= 0.5 * sum(stats.stall_s for stats in states)
+    assert rows[-1]["wear.written_tb"] == pytest.approx(told["write"] / 1e12)
+    assert rows[-1]["wear.drive_life_days"] > 0
+    assert any("io.read_gib_per_s" in row for row in rows), "no event of an optimizer's tier"
+    assert sum(row["io.stall_s"] for row in rows) >= 0.5 * sum(stats.stall_s for stats in states)
     assert "optimizer states: at most " in str(monitor.summary)
     assert told["write"] <= monitor.state_dict()["written_bytes"] <= written
     offloader = strategy.offloader
-    assert offloader is not None
     assert offloader.optimizer_stats == tuple(states), "the numbers of the end are gone with the files"

@@ -6,21 +6,18 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.recompute import checkpointed_call
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from tests.parity import models
-from tests.parity.models import TRAININGS, inputs, mean_square
+from tests.parity.models import TRAININGS
 from tests.parity.recomputing import assert_recompute_parity
 from tests.support.helpers import (
     DRAINED,
     PLANNED,
     Session,
     Setup,
-    Training,
     assert_identical,
     assert_released,
     open_offloader,
@@ -55,41 +52,13 @@ class Coming:
         return checkpoint(function, *args, use_reentrant=use_reentrant, **given, **more)
 
 
-KINDS = {
-    "reentrant": {"use_reentrant": True},
-    "non-reentrant": {"use_reentrant": False},
-    "selective": {
-        "use_reentrant": False,
-        "context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]),
-    },
-}
-
-
-class Checkpointing(nn.Module):
-    def __init__(self, settings):
-        super().__init__()
-        self.blocks = models.Perceptrons(dropout=0.2).blocks
-        self.settings = settings
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + checkpoint(block, x, **self.settings)
-        return x
-
-
-def training(kind):
-    """Re-entrant checkpointing trains nothing unless an input of the block requires gradients."""
-    return Training(
-        lambda: Checkpointing(KINDS[kind]), lambda step: {"x": inputs(step)["x"].requires_grad_()}, mean_square
-    )
-
-
 @pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", models.CHECKPOINTS)
 def test_a_checkpoint_of_the_program_is_exact(kind, setup, tmp_path):
-    expected = outcome(training(kind), Session())
+    training = models.checkpointed(kind)
+    expected = outcome(training, Session())
     with open_offloader(tmp_path, SETUPS[setup]) as offloader:
-        assert_identical(outcome(training(kind), Session.of(offloader, SETUPS[setup])), expected)
+        assert_identical(outcome(training, Session.of(offloader, SETUPS[setup])), expected)
         assert_released(offloader)
         assert setup == "planned" or offloader.stats.bytes_read > 0
 
@@ -130,7 +99,6 @@ class Causal(Net):
 
     def on_before_backward(self, loss):
         if isinstance(self.trainer.strategy, SSDOffloadStrategy):
-            assert self.trainer.strategy.offloader is not None
             self.trainer.strategy.offloader.flush()
         self.in_memory.append([key.alive() for key in self.given])
         self.given.clear()

@@ -51,41 +51,16 @@ def test_models_are_exact(names, forks, spill_dir):
     assert_exact(forks, spill_dir, *names)
 
 
-# -- guards that are taken out: two by default ------------------------------------------------------------------------
+# -- guards that are taken out; tests/storage/test_pretended.py has the others -----------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mistake", "place"),
-    [("host-mover", "copy_paths.py"), pytest.param("host-checksum", "checksum.py", marks=EXHAUSTIVE)],
-)
-def test_a_host_that_touches_memory_of_the_device_ends(mistake, place, forks, spill_dir):
-    ended = child(forks, spill_dir, mistake)
+def test_a_host_that_touches_memory_of_the_device_ends(forks, spill_dir):
+    ended = child(forks, spill_dir, "host-mover")
     assert ended.returncode == -signal.SIGSEGV, ended.stderr
     thread = ended.stderr.partition("Current thread")[2].partition("Thread 0x")[0]
-    assert place in thread, ended.stderr
+    assert "copy_paths.py" in thread, ended.stderr
 
 
-@EXHAUSTIVE
-def test_a_file_that_is_given_memory_of_the_device_fails(forks, spill_dir):
-    ended = child(forks, spill_dir, "host-write")
-    assert ended.returncode == 1
-    assert "Bad address" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("mistake", "fault"),
-    [
-        ("no-wait-before-copies", "uses memory before main has written it"),
-        pytest.param("no-wait-for-copies", "main uses memory before copies", marks=EXHAUSTIVE),
-        pytest.param("no-protection-of-slots", "memory could be lent again that another stream uses", marks=EXHAUSTIVE),
-    ],
-)
-def test_a_wait_that_is_left_out_is_seen(mistake, fault, forks, spill_dir):
-    faults = seen(child(forks, spill_dir, mistake))["faults"]
-    assert any(fault in text for text in faults), set(faults)
-
-
-@EXHAUSTIVE
-def test_a_worker_that_does_not_wait_is_seen(forks, spill_dir):
-    """By its bits, or because a copy fills a buffer that has gone."""
-    assert child(forks, spill_dir, "no-wait-of-workers").returncode != 0
+def test_a_wait_that_is_left_out_is_seen(forks, spill_dir):
+    faults = seen(child(forks, spill_dir, "no-wait-before-copies"))["faults"]
+    assert any("uses memory before main has written it" in text for text in faults), set(faults)

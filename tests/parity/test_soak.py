@@ -3,7 +3,6 @@
 import gc
 import os
 import random
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from lightning_ssd.memory.malloc import trim
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from tests.parity.models import VOCABULARY, Tied
 from tests.support.everything_away import all_away, large
-from tests.support.helpers import assert_identical
+from tests.support.helpers import Session, assert_identical
 
 pytestmark = pytest.mark.usefixtures("many_subgroups")
 
@@ -27,23 +26,18 @@ class Runner:
 
     def __init__(self, directory, offloader=None):
         torch.manual_seed(1)
-        self.model, self.offloader = Tied(dropout=0.1), offloader
+        self.model, self.session = Tied(dropout=0.1), Session(offloader)
         self.path = directory / ("plain.pt" if offloader is None else "ours.pt")
-        if offloader is not None:
-            offloader.register_module(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        if offloader is not None:
-            self.optimizer = offloader.offload_optimizer(self.optimizer)
+        self.session.register(self.model)
+        self.optimizer = self.session.optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
         self.seen = []
 
     def backward(self, number):
         torch.manual_seed(number)
         ids = torch.randint(0, VOCABULARY, (2, 11))
-        with nullcontext() if self.offloader is None else self.offloader.saved_tensors():
+        with self.session.saved():
             loss = self.model(ids).logsumexp(-1).mean()
-        loss.backward()
-        if self.offloader is not None:
-            self.offloader.end_backward()
+        self.session.backward(loss)
         self.seen.append(loss.detach())
 
     def clip(self):
@@ -80,8 +74,8 @@ class Runner:
         with pytest.raises(ZeroDivisionError):
             self.backward(0)
         handle.remove()
-        if self.offloader is not None:
-            self.offloader.abort()
+        if self.session.offloader is not None:
+            self.session.offloader.abort()
 
     def result(self):
         return {
@@ -125,7 +119,6 @@ def level(offloader):
     trim()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     files = offloader._parts.parameters.files
-    assert files is not None
     return {
         "memory": int(status["RssAnon"].split()[0]) << 10,
         "descriptors": len(os.listdir("/proc/self/fd")),

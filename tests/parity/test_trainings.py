@@ -4,17 +4,15 @@ Of the matrix each training meets two ways of treating activations; the rest is 
 """
 
 import functools
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from tests.parity import models
 from tests.parity.models import TRAININGS, floats, tokens
-from tests.support.everything_away import MIN_TENSOR_BYTES, all_away, large, storage_bytes
+from tests.support.everything_away import EVERYTHING, MIN_TENSOR_BYTES, all_away, away_from_device, large, storage_bytes
 from tests.support.helpers import (
     AUTO_SETUPS,
     DRAINED,
@@ -30,7 +28,6 @@ from tests.support.helpers import (
     moved,
     outcome,
 )
-from tests.support.late import late_copies
 from tests.support.pairs import some_of_each
 
 pytestmark = pytest.mark.usefixtures("many_subgroups")
@@ -44,27 +41,21 @@ ACTIVATIONS = {
 AWAY = {
     "nothing": {},
     "states": {"optimizer_states": "offload"},
-    "everything": {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"},
+    "everything": EVERYTHING,
 }
 """What waits besides activations."""
 REPEATED = {"gpt2-960": "GPT2Block", "lstm": "LSTM", "in-place": "InPlace"}
 """Classes of blocks where a model has only one of a kind."""
 
 
-@contextmanager
 def opened(directory, setup, away, device, blocks):
     """An offloader for the host, or for a device whose copies end late."""
     policy = {"activations": setup.activations, "max_slowdown": setup.max_slowdown}
-    policy |= {"min_tensor_bytes": MIN_TENSOR_BYTES}
-    policy |= AWAY[away] | ({"recompute_modules": blocks} if setup.activations.startswith("recompute") else {})
-    if device == "late" and away == "everything":
-        del policy["gradients"]  # which stay on the device
-    host_memory = "256KiB" if device == "late" else 0
-    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory=host_memory)
-    with late_copies(max_delay_s=0.0005) if device == "late" else nullcontext() as copies:
-        more = {} if copies is None else {"_copies": copies}
-        with Offloader(policy=OffloadPolicy(**policy), hardware=hardware, **more) as offloader:
-            yield offloader
+    policy |= dict.fromkeys(EVERYTHING, "keep") | AWAY[away]
+    policy |= {"recompute_modules": blocks} if setup.activations.startswith("recompute") else {}
+    if device == "host":
+        return all_away(directory, **policy)
+    return away_from_device(directory, **policy | {"gradients": "keep"})  # which stay on the device
 
 
 @functools.lru_cache(maxsize=2)  # tests of one training follow each other

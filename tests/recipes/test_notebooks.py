@@ -4,8 +4,6 @@ import base64
 import os
 import re
 import resource
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.support.patience import PATIENCE_S
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -199,7 +198,5 @@ def test_a_notebook_finds_the_recipes_from_its_own_folder():
     installed = "import sys; sys.path[:] = [p for p in sys.path if 'python' in p]"
     code = f"{installed}\n{begin}\nimport recipes; print(recipes.__path__[0])"
     unset = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    child = [sys.executable, "-c", code]
-    done = subprocess.run(child, cwd=NOTEBOOKS[0].parent, env=unset, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    assert os.path.samefile(ROOT / "notebooks" / done.stdout.strip(), ROOT / "recipes")
+    told = run_python(code, cwd=NOTEBOOKS[0].parent, env=unset)
+    assert os.path.samefile(ROOT / "notebooks" / told.strip(), ROOT / "recipes")

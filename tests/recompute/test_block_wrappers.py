@@ -1,13 +1,9 @@
 """Blocks that are stood in for: where recomputing is refused, and that nothing of ours stays."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ from tests.support.watched_blocks import Half, Watch, chain, nothing_of_ours
 
 
 class Edits(Half):
-    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+    def forward(self, x, **_):
         return self.linear(x.mul_(2)).tanh()
 
 
@@ -37,7 +33,7 @@ class StatefulCache(Stateful):
     pass
 
 
-def test_what_cannot_be_recomputed_is_known_after_a_measured_pass() -> None:
+def test_what_cannot_be_recomputed_is_known_after_a_measured_pass():
     edits, edited, opaque, fine = Edits(), Half(), Half(), Half()
     x = torch.ones(2, 6)
     with Blocks({"edits": edits, "edited": edited, "opaque": opaque, "fine": fine}) as blocks:
@@ -64,7 +60,7 @@ def test_what_cannot_be_recomputed_is_known_after_a_measured_pass() -> None:
         assert "fine" not in blocks.refused
 
 
-def test_a_stateful_argument_runs_plainly_and_says_so_once() -> None:
+def test_a_stateful_argument_runs_plainly_and_says_so_once():
     block = Half()
     with Blocks({"block": block}) as blocks, blocks.observe(Watch(recompute=True)):
         with pytest.warns(UserWarning, match=r"'block' \(Half\) is not recomputed: .* StatefulCache.*use_cache=False"):
@@ -80,7 +76,7 @@ def test_a_stateful_argument_runs_plainly_and_says_so_once() -> None:
         assert blocks.refused == {}
 
 
-def test_edits_between_forward_and_backward_raise() -> None:
+def test_edits_between_forward_and_backward_raise():
     """Of an input, by the block or its caller, and of what plain PyTorch does not save but a repetition needs."""
     with (
         Blocks({"block": (edits := Edits())}) as blocks,
@@ -110,24 +106,22 @@ FACTORS = [2.0]
 
 
 class Scales(Half):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.part = torch.nn.Tanh()
-        self.error: BaseException | None = None
+        self.error = None
 
-    def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+    def forward(self, x, **_):
         if self.error is not None and torch._C._current_autograd_node() is not None:
             raise self.error
         return self.part(self.linear(x) * FACTORS[-1]).sin()
 
 
-def measured_pass(
-    blocks: Blocks, model: torch.nn.Sequential, *, before_backward: Callable[[], object] = int
-) -> tuple[list[int], list[Any], int]:
+def measured_pass(blocks, model, *, before_backward=int):
     """Returns how often each block ran, gradients, and the number of trials that were told of."""
     watch, runs = Watch(wants_inputs=True), [0] * len(model)
 
-    def count(part: torch.nn.Module, args: Any) -> None:
+    def count(part, args):
         runs[next(number for number, block in enumerate(model) if block.part is part)] += 1
 
     handles = [block.part.register_forward_pre_hook(count) for block in model]
@@ -141,9 +135,7 @@ def measured_pass(
     return runs, [parameter.grad for parameter in model.parameters()], watch.num_trials
 
 
-def test_one_call_of_each_class_is_run_again_and_a_difference_keeps_the_class(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_one_call_of_each_class_is_run_again_and_a_difference_keeps_the_class(caplog):
     model = torch.nn.Sequential(Scales(), Scales(), Scales())
     with Blocks({}) as none:
         expected = measured_pass(none, model)[1]
@@ -170,7 +162,7 @@ def test_one_call_of_each_class_is_run_again_and_a_difference_keeps_the_class(
             model(torch.ones(2, 6)).sum().backward()
 
 
-def test_a_trial_is_made_where_backward_comes() -> None:
+def test_a_trial_is_made_where_backward_comes():
     model = torch.nn.Sequential(Scales(), Scales())
     with Blocks({"0": model[0], "1": model[1]}) as blocks:
         with blocks.observe(Watch(wants_inputs=True)):
@@ -179,14 +171,14 @@ def test_a_trial_is_made_where_backward_comes() -> None:
         assert measured_pass(blocks, model)[0] == [1, 2]
 
 
-SHOWN: set[tuple[int, int]] = set()
+SHOWN = set()
 """Address and size of the memory of inputs, when a block runs again."""
 
 
 class Triples(Half):
     """Registers hooks with its inputs."""
 
-    def forward(self, *xs: torch.Tensor, **_: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, *xs, **_):
         for x in xs:
             x.register_hook(lambda gradient: gradient * 3)
             x.retain_grad()
@@ -196,7 +188,7 @@ class Triples(Half):
 
 
 @pytest.mark.parametrize("observed", [{"recompute": True}, {"wants_inputs": True}], ids=str)
-def test_hooks_of_inputs_that_wrap_others_are_there_once(observed: dict[str, bool]) -> None:
+def test_hooks_of_inputs_that_wrap_others_are_there_once(observed):
     results = []
     for options in ({}, observed):
         torch.manual_seed(0)
@@ -212,7 +204,7 @@ def test_hooks_of_inputs_that_wrap_others_are_there_once(observed: dict[str, boo
     assert_identical(results[0], results[1])
 
 
-def test_a_trial_copies_the_storage_of_its_inputs_once() -> None:
+def test_a_trial_copies_the_storage_of_its_inputs_once():
     block, whole = Triples(), torch.rand(4000, 6, requires_grad=True)
     SHOWN.clear()
     with Blocks({"0": block}) as blocks, saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -227,7 +219,7 @@ def test_a_trial_copies_the_storage_of_its_inputs_once() -> None:
 # -- installing and removing -----------------------------------------------------------------------------------------
 
 
-def test_nothing_of_the_model_looks_different() -> None:
+def test_nothing_of_the_model_looks_different():
     model = chain()
     before = [(name, type(module)) for name, module in model.named_modules()]
     state, signature = list(model.state_dict()), inspect.signature(model[0].forward)
@@ -248,14 +240,14 @@ def test_nothing_of_the_model_looks_different() -> None:
     assert not any(block in blocks for block in model)
 
 
-def test_a_forward_that_was_set_before_us_is_called_and_comes_back() -> None:
+def test_a_forward_that_was_set_before_us_is_called_and_comes_back():
     block = Half()
     old = block.forward
 
-    def replaced(x: torch.Tensor) -> torch.Tensor:
+    def replaced(x):
         return old(x) + 1
 
-    block.forward = replaced  # type: ignore[method-assign]
+    block.forward = replaced
     x = torch.ones(2, 6)
     expected = block(x)
     with Blocks({"block": block}) as blocks, blocks.observe(Watch(recompute=True)):
@@ -265,14 +257,14 @@ def test_a_forward_that_was_set_before_us_is_called_and_comes_back() -> None:
     assert block.forward is replaced
 
 
-def test_a_forward_that_was_set_after_us_stays() -> None:
+def test_a_forward_that_was_set_after_us_stays():
     block, watch = Half(), Watch()
     blocks = Blocks({"block": block})
     ours = block.forward
     x = torch.ones(2, 6)
     expected = ours(x) + 1
     theirs = lambda x: ours(x) + 1  # noqa: E731
-    block.forward = theirs  # type: ignore[method-assign, assignment]
+    block.forward = theirs
     with blocks.observe(watch):
         block(x)
         assert watch.told == ["block", "left"]
@@ -283,7 +275,7 @@ def test_a_forward_that_was_set_after_us_stays() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_two_at_once_in_any_order(first: int) -> None:
+def test_two_at_once_in_any_order(first):
     block = Half()
     x = torch.ones(2, 6)
     both = [Blocks({"block": block}), Blocks({"block": block})]
@@ -306,16 +298,16 @@ class WatchOfAll(Watch):
     recomputes_all = True
 
 
-def test_a_block_that_got_another_forward_is_told_of_once() -> None:
+def test_a_block_that_got_another_forward_is_told_of_once():
     """Unless that calls ours, or ours only has another stand-in in front of it. Warnings are errors here."""
     model, x = chain(3), torch.ones(2, 6)
     replaced, around, unused = model.children()
     with Blocks(find_blocks(model)) as blocks, Blocks({"unused": unused}):
-        around.forward = lambda x, ours=around.forward: 2 * ours(x)  # type: ignore[method-assign, misc]
+        around.forward = lambda x, ours=around.forward: 2 * ours(x)
         for _ in range(2):
             with blocks.observe(WatchOfAll(recompute=True)):
                 around(replaced(x)).sum().backward()
-        replaced.forward = torch.tanh  # type: ignore[assignment]
+        replaced.forward = torch.tanh
         is_told = pytest.warns(UserWarning, match=r"1 of 3 blocks .*block '0': its forward was replaced")
         with is_told, blocks.observe(WatchOfAll(recompute=True)):
             around(replaced(x)).sum().backward()
@@ -323,7 +315,7 @@ def test_a_block_that_got_another_forward_is_told_of_once() -> None:
             around(replaced(x)).sum().backward()
 
 
-def test_no_reference_cycle_keeps_a_model() -> None:
+def test_no_reference_cycle_keeps_a_model():
     model = chain()
     blocks = Blocks(find_blocks(model))
     with blocks.observe(Watch(recompute=True, wants_inputs=True)):
@@ -342,7 +334,7 @@ def test_no_reference_cycle_keeps_a_model() -> None:
     blocks.remove()
 
 
-def test_the_class_may_change_later() -> None:
+def test_the_class_may_change_later():
     """As with ``fully_shard``."""
     block = Half()
     x = torch.ones(2, 6)

@@ -187,7 +187,6 @@ def test_lazy_modules(make, activations, consent, tmp_path):
             seen.append([loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
             with torch.no_grad():
                 for parameter in net.parameters():
-                    assert parameter.grad is not None
                     parameter -= 0.1 * parameter.grad
                     parameter.grad = None
         return seen, [buffer.clone() for buffer in net.buffers()]

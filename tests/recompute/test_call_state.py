@@ -1,10 +1,7 @@
 """What is put back for a repetition is as it was afterwards: also where Ctrl-C comes anywhere in it."""
 
-from __future__ import annotations
-
 import random
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -20,14 +17,14 @@ REPETITION = ("recompute/call_state.py", "recompute/checkpointed_call.py", "reco
 class Block(nn.Module):
     """Changes one of each kind of what is put back."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
         self.generator = torch.Generator().manual_seed(3)
         self.calls, self.names = 0, {"first": 0}
-        self.losses: list[torch.Tensor] = []
+        self.losses = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.calls += 1
         self.names = {**self.names, "last": self.calls}
         self.losses = [*self.losses, x.detach().square().mean()]
@@ -36,7 +33,7 @@ class Block(nn.Module):
         return (self.norm(self.linear(x)) * noise * random.random()).tanh()
 
 
-def state_of(net: nn.Module, *tensors: torch.Tensor) -> Any:
+def state_of(net, *tensors):
     remembered = [
         (block.calls, list(block.names.items()), block.generator.get_state())
         for block in net.children()
@@ -47,7 +44,7 @@ def state_of(net: nn.Module, *tensors: torch.Tensor) -> Any:
     return repr((remembered, [b.tolist() for b in net.buffers()], hooks, random.getstate(), torch.get_rng_state()))
 
 
-def test_one_interrupt_anywhere_leaves_all_as_it_was() -> None:
+def test_one_interrupt_anywhere_leaves_all_as_it_was():
     points, num = PointsIn(*REPETITION), 0
     while True:
         net = nn.Sequential(Block(), Block())
@@ -70,14 +67,14 @@ def test_one_interrupt_anywhere_leaves_all_as_it_was() -> None:
 class Leaving(nn.Module):
     """Leaves what nobody asks for the gradient of, as layers of experts do with an auxiliary loss."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         super().__init__()
         self.linear, self.gate = nn.Linear(8, 8), nn.Linear(8, 8)
         self.where = where
-        self.loss: Any = None
-        self.losses: list[torch.Tensor] = []
+        self.loss = None
+        self.losses = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         loss = self.gate(x).softmax(-1).square().sum()
         if self.where == "attribute":
             self.loss = loss
@@ -90,11 +87,11 @@ class Leaving(nn.Module):
 
 @pytest.mark.parametrize("where", ["attribute", "a tuple", "a list"])
 @pytest.mark.filterwarnings("ignore:block .* is not recomputed. Leaving.losses holds tensors")
-def test_graphs_of_earlier_calls_are_let_go(where: str) -> None:
+def test_graphs_of_earlier_calls_are_let_go(where):
     net = nn.Sequential(Leaving(where), Leaving(where))
     session = Recomputing(EVERY, classes=("Leaving",))
     session.register(net)
-    given: list[weakref.ref[torch.Tensor]] = []
+    given = []
     net[1].register_forward_pre_hook(lambda module, args: given.append(weakref.ref(args[0])))
     for _ in range(4):
         with session.saved():
@@ -106,7 +103,7 @@ def test_graphs_of_earlier_calls_are_let_go(where: str) -> None:
     assert sum(reference() is not None for reference in given) <= 1
 
 
-def test_what_began_as_it_ended_is_put_back_all_the_same() -> None:
+def test_what_began_as_it_ended_is_put_back_all_the_same():
     """That nobody seems to have drawn from a generator tells nothing."""
     random.seed(7)
     state = CallState([nn.Linear(2, 2)])
@@ -119,6 +116,6 @@ def test_what_began_as_it_ended_is_put_back_all_the_same() -> None:
     assert random.random() != drawn
 
 
-def test_arguments_may_have_any_name() -> None:
+def test_arguments_may_have_any_name():
     state = CallState([nn.Linear(2, 2)])
     assert state.as_before(dict, run=1, self=2) == {"run": 1, "self": 2}

@@ -28,7 +28,6 @@ def test_reads_that_are_waited_for_name_the_rate_and_a_budget():
     waited = (Wait(1.1, 1.4),)
     report = made_report(records=(made_record(moves=moves, waits=waited),))
     sentence = told(report, "are the limit")
-    assert sentence is not None
     assert "waited 0.3 s of a step of 2.5 s" in sentence
     assert "1 GB/s" in sentence
     # 0.3 s at 1 GB/s are 287 MiB more than the 200 that were resident.
@@ -43,7 +42,6 @@ def test_reads_that_are_waited_for_name_the_rate_and_a_budget():
 def test_forward_that_waits_for_room():
     report = made_report(records=(made_record(waits=(Wait(0.2, 0.7),)),))
     sentence = told(report, "for room")
-    assert sentence is not None
     assert "Forward waited 0.5 s" in sentence
     assert "activation_budget=" in sentence
     assert told(made_report(records=(made_record(waits=(Wait(2.1, 2.4),)),)), "The optimizer's step waited") is not None

@@ -1,15 +1,14 @@
 """Pictures reach W&B (offline) and TensorBoard, and no other logger is disturbed."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from lightning_ssd.reports.charts import step_charts
 from lightning_ssd.reports.publish import publish_charts, publish_facts, takes_charts
-from tests.support.patience import PATIENCE_S
 from tests.support.step_records import made_record
+from tests.support.wandb_runs import inspected
 
 CHARTS = step_charts(made_record())
 
@@ -22,13 +21,6 @@ def wandb_run(tmp_path, monkeypatch):
     run = wandb.init(dir=str(tmp_path), settings=settings)
     yield run
     wandb.finish()
-
-
-def inspected(directory):
-    run = next((directory / "wandb").glob("offline-run-*"))
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_wandb_gets_pictures_settings_and_a_verdict(wandb_run, tmp_path):

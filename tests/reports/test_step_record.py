@@ -21,9 +21,9 @@ def offloader_in(directory, activations="offload"):
     return Offloader(policy=policy, hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True))
 
 
-def step(offloader, model, number):
+def step(offloader, model, number, signature=None):
     model.zero_grad()
-    with offloader.saved_tensors():
+    with offloader.saved_tensors(signature=signature):
         loss = loss_of(model, number)
     offloader.flush()
     loss.backward()
@@ -50,7 +50,6 @@ def test_gradients_grow_in_backward(activations, tmp_path):
         expected = step(offloader, model, 1)
         record = offloader.end_record()
         assert all(torch.equal(one, other) for one, other in zip(step(offloader, model, 1), expected, strict=True))
-    assert record is not None
     (forward,) = [phase for phase in record.phases if phase.name == "forward"]
     nbytes = [level.nbytes for level in record.gradients]
     assert nbytes[0] == nbytes[-1] == total, "those of the step before, and of this one"
@@ -88,7 +87,6 @@ def test_each_life_names_the_innermost_module_and_holds_nothing(tmp_path):
         loss.backward()
         offloader.end_backward()
         record = offloader.end_record()
-    assert record is not None
     assert [life.module for life in record.lives] == ["0.0 Linear", "0.1 GELU", "1 Forgets", "1 Forgets", ""]
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
@@ -125,7 +123,6 @@ def test_no_other_thread_looks_at_gradients_that_one_is_setting(tmp_path, monkey
                 assert offloader.begin_record(number, expected_s=1e-3)
                 step(offloader, other, number)
                 record = offloader.end_record()
-                assert record is not None
                 assert (record.gradients, record.gradient_bytes) == ((), 0)
             assert not looks
         finally:
@@ -152,7 +149,6 @@ def test_a_record_has_what_was_saved_and_moved(activations, tmp_path):
         optimizer.step()
         record = offloader.end_record()
         after = offloader.stats
-    assert record is not None
     assert record.step == 1
     assert [phase.name for phase in record.phases] == ["data", "forward", "backward", "update"]
     assert record.phases[-1].end_s == record.length_s
@@ -204,20 +200,12 @@ def test_passes_without_hooks_have_hooks_while_somebody_looks(tmp_path):
     model = make_model()
     with offloader_in(tmp_path, "keep") as offloader:
         offloader.register_module(model)
-
-        def named(number):
-            with offloader.saved_tensors(signature="same"):
-                loss = loss_of(model, number)
-            loss.backward()
-            offloader.end_backward()
-
         for number in range(4):
-            named(number)
+            step(offloader, model, number, "same")
         assert offloader.stats.num_plain_passes > 0
         offloader.begin_record(5)
-        named(5)
+        step(offloader, model, 5, "same")
         record = offloader.end_record()
-    assert record is not None
     assert record.lives
     assert {life.fate for life in record.lives} == {"kept"}
 
@@ -259,13 +247,9 @@ def test_each_forward_of_a_step_is_recorded(activations, tmp_path):
         offloader.register_module(model)
         offloader.begin_record(1)
         for number in range(4):
-            with offloader.saved_tensors(signature="same"):
-                loss = loss_of(model, number)
-            loss.backward()
-            offloader.end_backward()
+            step(offloader, model, number, "same")
             offloader.mark_record("data")
         record = offloader.end_record()
-    assert record is not None
     assert [phase.name for phase in record.phases] == ["data", *["forward", "backward", "update", "data"] * 4]
     assert len(record.lives) % 4 == 0
     assert len(record.lives) > 4

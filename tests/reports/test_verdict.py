@@ -15,7 +15,9 @@ STATS = {
     "settled_peak_bytes": 480 * MIB,
     "saved_peak_bytes": 3000 * MIB,
 }
-POLICY = made_report().policy or {}
+KEPT = {**STATS, "settled_peak_bytes": 3000 * MIB}
+"""Nothing is saved."""
+POLICY = made_report().policy
 STATES = {"state_bytes": 800 * MIB, "resident_peak_bytes": 50 * MIB, "written_bytes": 100 * MIB, "read_bytes": 0}
 
 
@@ -83,10 +85,7 @@ def test_before_a_pass_has_ended_the_peak_is_all_there_is():
         ),
         *(
             (
-                {
-                    "stats": {**STATS, "settled_peak_bytes": 3000 * MIB, **why},
-                    "policy": {**POLICY, "activations": "offload"},
-                },
+                {"stats": {**KEPT, **why}, "policy": {**POLICY, "activations": "offload"}},
                 f"nothing saved: at the peak all 2.93 GiB of saved activations are in memory, because {text}",
                 "",
             )
@@ -103,26 +102,23 @@ def test_before_a_pass_has_ended_the_peak_is_all_there_is():
             "keep these settings",
         ),
         (
-            {"stats": {**STATS, "settled_peak_bytes": 3000 * MIB}},
+            {"stats": KEPT},
             "nothing saved: at the peak all 2.93 GiB of saved activations are in memory, "
             "because moving costs more than max_slowdown=1.05 allows, or gains too little",
             'activations="offload".',
         ),
         (
-            {
-                "stats": {**STATS, "settled_peak_bytes": 3000 * MIB},
-                "machine": {"malloc": "glibc 2.36", "device": "cpu"},
-            },
+            {"stats": KEPT, "machine": {"malloc": "glibc 2.36", "device": "cpu"}},
             "because without THP_MEM_ALLOC_ENABLE=1 moving costs more (page faults) than it gains",
             "Start Python with THP_MEM_ALLOC_ENABLE=1",
         ),
         (
-            {"stats": {**STATS, "settled_peak_bytes": 3000 * MIB}, "policy": {**POLICY, "activation_budget": "4GiB"}},
+            {"stats": KEPT, "policy": {**POLICY, "activation_budget": "4GiB"}},
             "saved activations are in memory, because the budget was never needed",
             'activations="offload".',
         ),
         (
-            {"stats": {**STATS, "settled_peak_bytes": 3000 * MIB}, "unusable": "wear_budget allows this process 1 MB"},
+            {"stats": KEPT, "unusable": "wear_budget allows this process 1 MB"},
             "because wear_budget allows this process 1 MB",
             'activations="offload".',
         ),
@@ -140,9 +136,8 @@ def test_headlines(changes, headline, next_step):
 
 
 def test_nothing_is_saved_is_not_said_of_states_that_are():
-    kept = {**STATS, "settled_peak_bytes": 3000 * MIB}
-    assert judge(run(stats=kept)).headline.startswith("nothing saved: at the peak all ")
-    verdict = judge(run(stats=kept, optimizers=(STATES,)))
+    assert judge(run(stats=KEPT)).headline.startswith("nothing saved: at the peak all ")
+    verdict = judge(run(stats=KEPT, optimizers=(STATES,)))
     assert verdict.headline.startswith("at the peak all 2.93 GiB of saved activations are in memory, because ")
     assert line(verdict, "besides").startswith("optimizer states: at most ")
 

@@ -18,6 +18,7 @@ from lightning_ssd.callback import callbacks_from_environment
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from lightning_ssd.strategies.default_monitor import DefaultMonitor
+from tests.parity.lightning_nets import Failing
 from tests.support import trainers
 from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
@@ -42,16 +43,8 @@ def _small(monkeypatch):
 
 
 def offloading(directory, **policy):
-    settings = {"activations": "offload", "optimizer_states": "offload", "min_tensor_bytes": 4096} | policy
-    hardware = HardwareProfile(paths=[directory / "spill"], allow_unsuitable_paths=True)
-    return OffloadCallback(policy=OffloadPolicy(**settings), hardware=hardware)
-
-
-def everything(trainer, module):
-    states = [optimizer.state_dict() for optimizer in trainer.optimizers]
-    for saved in states:
-        saved["state"] = dict(sorted(saved["state"].items()))  # plainly in the order of the first gradients
-    return {"losses": module.losses, "weights": copy.deepcopy(module.state_dict()), "states": states}
+    settings = {"activations": "offload", "optimizer_states": "offload"} | policy
+    return trainers.offload_strategy(directory / "spill", OffloadCallback, **settings)
 
 
 def assert_equal_with_it(tools, make, callback, directory, **settings):
@@ -61,7 +54,7 @@ def assert_equal_with_it(tools, make, callback, directory, **settings):
     plain = tools.fit(make, make_strategy(), directory, callbacks=[*more], **settings)
     trainer, module = tools.fit(make, make_strategy(), directory, callbacks=[*more, callback], **settings)
     assert module.losses
-    assert_identical(everything(trainer, module), everything(*plain))
+    assert_identical(tools.everything(trainer, module), tools.everything(*plain))
     assert callback.stats.bytes_saved > 0
     assert callback.stats.failures == 0
     assert not callback.offloader.is_open
@@ -84,9 +77,6 @@ def assert_equal_with_it(tools, make, callback, directory, **settings):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value)[:40],
 )
-@pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
-@pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones")
-@pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
 def test_bitwise_equal_to_the_trainer_without_it(package, tmp_path, name, settings):
     tools, callback = package[1], offloading(tmp_path)
     make = partial(tools.ManualNet, through_lightning=False) if "past" in name else getattr(tools, name)
@@ -127,8 +117,6 @@ def test_a_strategy_of_the_project(package, tmp_path):
     assert callback._num_ended == tools.NUM_BATCHES
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
 def test_checkpoints_are_ordinary_ones_in_both_directions(package, tmp_path):
     library, tools = package
     found = []
@@ -137,11 +125,8 @@ def test_checkpoints_are_ordinary_ones_in_both_directions(package, tmp_path):
         saving = library.callbacks.ModelCheckpoint(path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
         tools.fit(tools.Net, "auto", tmp_path, callbacks=[saving, *writer], enable_checkpointing=True)
         for reader in ([], [offloading(tmp_path)]):
-            library.seed_everything(8, verbose=False)
-            module = tools.Net()
-            trainer = tools.make_trainer("auto", tmp_path, callbacks=reader, max_epochs=2)
-            trainer.fit(module, ckpt_path=path / "step=3.ckpt")
-            found.append(everything(trainer, module))
+            resumed = {"ckpt_path": path / "step=3.ckpt", "callbacks": reader, "max_epochs": 2}
+            found.append(tools.everything(*tools.fit(tools.Net, "auto", tmp_path, **resumed)))
     assert len(found[0]["losses"]) > 0
     for other in found[1:]:
         assert_identical(other, found[0])
@@ -152,7 +137,7 @@ def test_a_finder_tries_plain_steps(tmp_path):
     found = []
     for more in ([], [offloading(tmp_path)]):
         trainer, module = trainers.fit(trainers.Net, "auto", tmp_path, callbacks=[finder(), *more])
-        found.append(everything(trainer, module) | {"batch_size": module.batch_size})
+        found.append(trainers.everything(trainer, module) | {"batch_size": module.batch_size})
     assert_identical(found[1], found[0])
     assert isinstance(trainer.optimizers[0], OffloadedOptimizer)
 
@@ -191,7 +176,7 @@ def test_a_second_trainer_of_the_same_arguments_and_copies(package, tmp_path):
     for arguments in (kwargs, kwargs, copy.deepcopy(kwargs), pickle.loads(pickle.dumps(kwargs))):
         trainer, module = tools.fit(tools.Net, "auto", tmp_path, **arguments)
         trainer.validate(module, verbose=False)
-        found.append(everything(trainer, module))
+        found.append(tools.everything(trainer, module))
         assert isinstance(arguments["callbacks"][0], OffloadCallback)
         assert arguments["callbacks"][0].stats.bytes_written > 0
     for other in found[1:]:
@@ -201,7 +186,7 @@ def test_a_second_trainer_of_the_same_arguments_and_copies(package, tmp_path):
         trainer, module = tools.fit(tools.Net, "auto", tmp_path, callbacks=more)
         trainer.fit_loop.max_epochs = 2
         trainer.fit(module)
-        again.append(everything(trainer, module))
+        again.append(tools.everything(trainer, module))
     assert_identical(again[1], again[0])
     fresh = copy.deepcopy(callback)
     assert (fresh.policy, fresh.hardware, fresh.offloader) == (callback.policy, callback.hardware, None)
@@ -209,11 +194,6 @@ def test_a_second_trainer_of_the_same_arguments_and_copies(package, tmp_path):
 
 
 def test_an_error_leaves_nothing_behind(tmp_path):
-    class Failing(trainers.Net):
-        def on_train_batch_start(self, batch, batch_idx):
-            if batch_idx == 3:
-                raise ZeroDivisionError("on purpose")
-
     callback = offloading(tmp_path)
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         trainers.fit(Failing, "auto", tmp_path, callbacks=[callback])

@@ -3,6 +3,7 @@
 import logging
 import re
 import warnings
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -10,23 +11,20 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from lightning_ssd import HardwareProfile, OffloadCallback, OffloadMonitor, OffloadPolicy
+from lightning_ssd import OffloadCallback, OffloadMonitor
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies.default_monitor import DefaultMonitor
 from lightning_ssd.strategies.fsdp import SSDOffloadFSDPStrategy
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
-from tests.strategies.test_monitor import KEYS_ON_CPU, RecordingLogger, read_csv
-from tests.support.trainers import BAREBONES, LIGHTNING_NOISE, Net, fit, make_trainer
+from tests.parity.lightning_nets import Failing
+from tests.strategies.test_monitor import KEYS_ON_CPU, read_csv
+from tests.support.loggers import RecordingLogger
+from tests.support.trainers import BAREBONES, LIGHTNING_NOISE, Net, fit, make_trainer, offload_strategy
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 
 
-def strategy_for(directory, **options):
-    return SSDOffloadStrategy(
-        policy=OffloadPolicy(activations="offload", min_tensor_bytes=4096),
-        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
-        **options,
-    )
+strategy_for = partial(offload_strategy, activations="offload")
 
 
 class Watch(Callback):
@@ -83,13 +81,11 @@ def test_nothing_else_of_the_trainer_changes_and_checkpoints_stay_last(tmp_path)
     trainer = make_trainer(strategy_for(tmp_path), tmp_path, max_epochs=3, logger=RecordingLogger())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`.*ModelCheckpoint")
         for noise in LIGHTNING_NOISE:
             warnings.filterwarnings("ignore", noise.removeprefix("ignore:").partition(":")[0])
         trainer.fit(Net(), ckpt_path=str(tmp_path / "ckpt-True" / "last.ckpt"))
 
 
-@pytest.mark.filterwarnings("ignore:You are trying to `self.log..` but `Trainer.barebones=True.`")
 @pytest.mark.parametrize(
     ("options", "settings"),
     [
@@ -120,14 +116,10 @@ def test_a_monitor_of_the_user_stays_the_only_one(tmp_path):
 
 
 def test_after_a_failed_run_and_in_the_next_one(tmp_path):
-    class Failing(Net):
-        def on_train_batch_end(self, *args):
-            raise RuntimeError("by intention")
-
     logger = RecordingLogger()
     trainer = make_trainer(strategy_for(tmp_path), tmp_path, logger=logger, log_every_n_steps=2)
     before = list(trainer.callbacks)
-    with pytest.raises(RuntimeError, match="by intention"):
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
         trainer.fit(Failing())
     assert trainer.callbacks == before
     trainer.fit_loop.max_epochs += 1

@@ -7,12 +7,13 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ssd import HardwareProfile, OffloadPolicy
+from lightning_ssd import OffloadPolicy
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
 from tests.support.loops import WINDOW, Conv, Gpt, Loop, batches, drain, make_fabric, more_steps, ours
+from tests.support.trainers import offload_strategy
 
 pytestmark = pytest.mark.usefixtures("collected")
 
@@ -64,10 +65,7 @@ def test_by_name_with_all_defaults(spill_dir, monkeypatch):
 def test_plans_are_made_and_a_budget_is_kept(tmp_path, own_backward):
     loop, budget = Loop(num_steps=8, own_backward=own_backward), 300_000
     expected = loop(make_fabric("auto"))
-    strategy = SSDOffloadFabricStrategy(
-        policy=OffloadPolicy(min_tensor_bytes=0, activation_budget=budget),
-        hardware=HardwareProfile(paths=tmp_path, allow_unsuitable_paths=True),
-    )
+    strategy = offload_strategy(tmp_path, SSDOffloadFabricStrategy, min_tensor_bytes=0, activation_budget=budget)
     assert_identical(loop(make_fabric(strategy)), expected)
     assert strategy.stats.saved_peak_bytes > budget >= strategy.stats.resident_peak_bytes
     assert strategy.offloader.trace is not None

@@ -7,13 +7,14 @@ import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFSDPStrategy
+from lightning_ssd import OffloadPolicy, SSDOffloadFSDPStrategy
 from lightning_ssd.activations.dtensor_hooks import shards_unwrapped
 from lightning_ssd.common.dtensor import as_piece, even_numel, local_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.checkpoint.sharded import saved_in_full
+from tests.support.helpers import open_offloader
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 
@@ -68,16 +69,8 @@ def test_a_precision_that_lightning_would_refuse_for_an_object_is_refused_for_th
 
 
 @pytest.fixture
-def mesh():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
 def offloader(tmp_path):
-    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)) as opened:
+    with open_offloader(tmp_path) as opened:
         yield opened
 
 

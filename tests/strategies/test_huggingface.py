@@ -8,6 +8,7 @@ import torch
 
 from lightning_ssd import HardwareProfile, OffloadPolicy, OffloadTrainerMixin
 from lightning_ssd.errors import ConfigError, StorageError
+from tests.support.helpers import assert_identical
 from tests.support.leftovers import open_files
 
 transformers = pytest.importorskip("transformers", reason="the Trainer of transformers is not installed")
@@ -59,19 +60,15 @@ def train(trainer, **options):
     trainer.train(**options)
 
 
-def assert_equal(plain, ours):
-    for (name, one), other in zip(plain.model.named_parameters(), ours.model.parameters(), strict=True):
-        assert torch.equal(one, other), name
-    states, others = plain.optimizer.state_dict()["state"], ours.optimizer.state_dict()["state"]
-    assert states.keys() == others.keys()
-    for index, state in states.items():
-        for name, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(others[index][name])), (index, name)
-    losses, other_losses = (
-        [log["loss"] for log in trainer.state.log_history if "loss" in log] for trainer in (plain, ours)
-    )
-    assert losses == other_losses
+def everything(trainer):
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert losses
+    states = dict(sorted(trainer.optimizer.state_dict()["state"].items()))
+    return {"losses": losses, "weights": dict(trainer.model.named_parameters()), "states": states}
+
+
+def assert_equal(plain, ours):
+    assert_identical(everything(ours), everything(plain))
 
 
 @pytest.mark.parametrize(

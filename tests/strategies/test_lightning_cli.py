@@ -1,15 +1,13 @@
 """``LightningCLI``: the strategy by its name, and by its class with policy and hardware nested in it."""
 
-import subprocess
 import sys
-import textwrap
 
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 from lightning_ssd import OffloadPolicy, SSDOffloadStrategy
-from tests.support.patience import PATIENCE_S
+from tests.support.processes import run_python
 
 YAML = """
 trainer:
@@ -88,9 +86,8 @@ def test_a_command_that_does_not_import_us(package, tmp_path):
     words = [f"--trainer.{word}" for word in ("accelerator=cpu", "logger=false", f"default_root_dir={tmp_path}")]
     ours = ("class_path=lightning_ssd.SSDOffloadStrategy", "policy.activations=offload", f"hardware.paths=[{tmp_path}]")
     words += [f"--trainer.strategy.{word}" for word in ours]
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    told = run_python(code, *words)
     ours = (
         "lightning_ssd.strategies" if package == "lightning.pytorch" else "lightning_ssd.pytorch_lightning.strategies"
     )
-    assert done.stdout.split() == [f"{ours}.ssd_offload", "offload", str(tmp_path)], done.stderr
+    assert told.split() == [f"{ours}.ssd_offload", "offload", str(tmp_path)]

@@ -1,26 +1,24 @@
 import csv
 import io
-import json
-import subprocess
-import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from rich.console import Console
 
-from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd import monitor as monitor_module
 from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.reports.run_report import load_report
-from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from lightning_ssd.telemetry.metrics import METRICS
 from lightning_ssd.telemetry.stats import describe_held, saved_pct
-from tests.support.patience import PATIENCE_S
-from tests.support.trainers import BAREBONES, LIGHTNING_NOISE, NUM_BATCHES, Net, fit, make_trainer
+from tests.parity.lightning_pairs import Drains
+from tests.support.loggers import RecordingLogger
+from tests.support.trainers import BAREBONES, LIGHTNING_NOISE, NUM_BATCHES, Net, fit, offload_strategy
+from tests.support.wandb_runs import inspected
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 
@@ -37,27 +35,6 @@ ABSENT = {
     *(metric.key for metric in METRICS if metric.key.startswith(("io/drive", "wear/drive"))),
 }
 KEYS_ON_CPU = {metric.key for metric in METRICS} - PLAN_KEYS - ABSENT
-BAR = {"saved%"}
-
-
-class RecordingLogger(Logger):
-    """A real logger that keeps its rows, with another separator."""
-
-    group_separator = "."
-    name = version = "recording"
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, dict(metrics)))
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
-
-    def rows_of_ours(self):
-        return [(step, row) for step, row in self.rows if "wear.written_tb" in row]
 
 
 class FigureLogger(RecordingLogger):
@@ -72,27 +49,17 @@ class FigureLogger(RecordingLogger):
         self.figures.append((tag, step))
 
 
-def strategy_for(directory, activations="offload", *, drive_endurance=None, **policy):
-    """Without a plan by default: from the first step on everything moves, and all numbers are there."""
-    return SSDOffloadStrategy(
-        # Whatever else the machine does meanwhile, moving is worth its time.
-        policy=OffloadPolicy(activations=activations, min_tensor_bytes=4096, max_slowdown=50.0, **policy),
-        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True, drive_endurance=drive_endurance),
-    )
-
-
-class AllIsWritten(Callback):
-    """Before backward begins: what is wanted back sooner than a busy drive has taken it is not written at all."""
-
-    def on_before_backward(self, trainer, pl_module, loss):
-        trainer.strategy.offloader.flush()
+strategy_for = partial(offload_strategy, activations="offload", max_slowdown=50.0)
+"""Without a plan by default: from the first step on everything moves, and all numbers are there. Where there is one,
+moving is worth its time, whatever else the machine does meanwhile."""
 
 
 def fit_monitored(directory, monitor=None, *, strategy=None, callbacks=(), **settings):
     monitor = monitor or OffloadMonitor(verdict=False)
     settings.setdefault("log_every_n_steps", 2)
     if strategy is None:
-        strategy, callbacks = strategy_for(directory), [AllIsWritten(), *callbacks]
+        # What is wanted back sooner than a busy drive has taken it is not written at all.
+        strategy, callbacks = strategy_for(directory), [Drains(), *callbacks]
     trainer, _ = fit(Net, strategy, directory, callbacks=[monitor, *callbacks], **settings)
     return trainer, monitor
 
@@ -139,15 +106,7 @@ def test_wandb_offline_has_rows_and_peaks_in_its_summary(tmp_path):
         trainer, _ = fit_monitored(tmp_path, logger=logger)
     finally:
         wandb.finish()
-    directory = next((tmp_path / "wandb").glob("offline-run-*"))
-    done = subprocess.run(
-        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in done.stdout.splitlines()]
+    records = inspected(tmp_path)
     defined = {r["metric"]["name"]: r["metric"] for r in records if r["type"] == "metric" and "name" in r["metric"]}
     for metric in METRICS:
         if metric.merge == "max":
@@ -185,7 +144,7 @@ def test_plan_keys_are_shown_from_the_first_step_on_that_followed_one(tmp_path):
     logger = RecordingLogger()
     fit_monitored(
         tmp_path,
-        strategy=strategy_for(tmp_path, "auto"),
+        strategy=strategy_for(tmp_path, activations="auto"),
         callbacks=[WaitForPlans()],
         logger=logger,
         log_every_n_steps=1,
@@ -256,7 +215,7 @@ def test_the_verdict_is_printed_once_at_the_end(tmp_path, caplog):
 
 
 def test_a_wear_budget_that_lets_nothing_be_written_is_said(tmp_path):
-    strategy = strategy_for(tmp_path, "auto", wear_budget="1KB")
+    strategy = strategy_for(tmp_path, activations="auto", wear_budget="1KB")
     _, monitor = fit_monitored(tmp_path, strategy=strategy, callbacks=[WaitForPlans()])
     headline = monitor.summary.splitlines()[0]
     assert "nothing saved: at the peak all " in headline
@@ -289,7 +248,6 @@ def test_another_strategy_gets_one_warning_and_memory_peaks(tmp_path):
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_bytes_written_go_on_over_fits_and_checkpoints(tmp_path):
     saving = {"enable_checkpointing": True, "logger": False, "log_every_n_steps": 1}
     monitor, checkpoint = OffloadMonitor(verdict=False), ModelCheckpoint(tmp_path / "ckpt", save_last=True)
@@ -302,10 +260,8 @@ def test_bytes_written_go_on_over_fits_and_checkpoints(tmp_path):
     assert second > first
 
     logger, resumed = RecordingLogger(), OffloadMonitor(verdict=False)
-    trainer = make_trainer(
-        strategy_for(tmp_path), tmp_path, max_epochs=3, logger=logger, callbacks=[resumed], log_every_n_steps=1
-    )
-    trainer.fit(Net(), ckpt_path=checkpoint.last_model_path)
+    settings = {"max_epochs": 3, "logger": logger, "callbacks": [resumed], "log_every_n_steps": 1}
+    fit(Net, strategy_for(tmp_path), tmp_path, ckpt_path=checkpoint.last_model_path, **settings)
     written = [row["wear.written_tb"] * 1e12 for _, row in logger.rows_of_ours()]
     assert len(written) == NUM_BATCHES
     assert written[0] > second * 0.9
@@ -382,9 +338,6 @@ def test_a_report_that_cannot_be_written_costs_no_run(tmp_path):
     assert monitor.summary
 
 
-@pytest.mark.filterwarnings("ignore:.*no-op when using barebones")
-@pytest.mark.filterwarnings("ignore:.*no-op if `Trainer.barebones=True.`")
-@pytest.mark.filterwarnings("ignore:You are trying to `self.log.*barebones")
 @pytest.mark.parametrize(
     "settings", [{"logger": False}, {"fast_dev_run": 2}, BAREBONES | {"log_every_n_steps": None}], ids=str
 )

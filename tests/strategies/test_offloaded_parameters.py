@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -14,36 +12,23 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_ssd import HardwareProfile, OffloadPolicy, SSDOffloadStrategy
+from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.memory import gauge
 from lightning_ssd.parameters.device_weights import DeviceWeights
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
+from tests.parity.lightning_nets import MadeLate
 from tests.support.helpers import assert_identical
 from tests.support.leftovers import assert_nothing_left
 from tests.support.pairs import each_once
 from tests.support.pretended_training import everything_there
-from tests.support.trainers import LIGHTNING_NOISE, WIDTH, Block, Net, fit, make_trainer, result
+from tests.support.trainers import LIGHTNING_NOISE, WIDTH, Block, fit, make_trainer, offload_strategy, result
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 
 BLOCK_BYTES = 2 * 2 * WIDTH * WIDTH * 4
 
 
-class Built(Net):
-    """Its blocks are made when Lightning asks for it."""
-
-    is_trained = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.blocks
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "blocks"):
-            self.blocks = nn.ModuleList(Block(self.width) for _ in range(3)).requires_grad_(self.is_trained)
-
-
-class Tuned(Built):
+class Tuned(MadeLate):
     """Its blocks are frozen, as in a model whose head is trained anew."""
 
     is_trained = False
@@ -52,40 +37,37 @@ class Tuned(Built):
 class Kind(NamedTuple):
     """What is trained, and what of it waits."""
 
-    make: type[Built]
+    make: type[MadeLate]
     policy: dict[str, Any]
     is_on_device: bool = True
 
 
 STATES = {"optimizer_states": "offload"}
 FROZEN = Kind(Tuned, {"parameters": "offload"}, is_on_device=False)
-WEIGHTS = Kind(Built, STATES | {"parameters": "offload"})
-GRADIENTS = Kind(Built, STATES | {"gradients": "offload"})
-EVERYTHING = Kind(Built, STATES | {"parameters": "offload", "gradients": "offload"})
+WEIGHTS = Kind(MadeLate, STATES | {"parameters": "offload"})
+GRADIENTS = Kind(MadeLate, STATES | {"gradients": "offload"})
+EVERYTHING = Kind(MadeLate, STATES | {"parameters": "offload", "gradients": "offload"})
 KINDS = {"frozen": FROZEN, "weights": WEIGHTS, "gradients": GRADIENTS, "everything": EVERYTHING}
 
 
 @pytest.fixture
-def kind(request: pytest.FixtureRequest, small_subgroups: None) -> Iterator[Kind]:
+def kind(request, small_subgroups):
     """Where it is on a device, that is pretended."""
     chosen = KINDS[request.param]
     with everything_there() if chosen.is_on_device else nullcontext():
         yield chosen
 
 
-def strategy(directory: Path, kind: Kind = FROZEN, make: Any = SSDOffloadStrategy, **options: Any) -> Any:
+def strategy(directory, kind=FROZEN, make=SSDOffloadStrategy, **options):
     memory = {"host_memory": 0} if kind.is_on_device else {}
-    return make(
-        policy=OffloadPolicy(**{"min_tensor_bytes": 4096} | kind.policy | options),
-        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True, **memory),
-    )
+    return offload_strategy(directory, make, **memory, **(kind.policy | options))
 
 
 WITHOUT_A_DEVICE = pytest.mark.parametrize(
     "kind", ["frozen", pytest.param("weights", marks=pytest.mark.exhaustive)], indirect=True
 )
 """By default: those of a simulated device take several times as long."""
-TRAINERS: dict[str, dict[str, Any]] = {
+TRAINERS = {
     "as it is": {},
     "mixed, clipped by norm": {"precision": "bf16-mixed", "gradient_clip_val": 0.01},
     "accumulated, clipped by norm": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01},
@@ -98,7 +80,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 
 
 @each_once("kind, activations, name", KINDS, ["auto", "offload", "keep"], TRAINERS, indirect=["kind"])
-def test_training_is_lightning_s_own(kind: Kind, activations: str, name: str, tmp_path: Path) -> None:
+def test_training_is_lightning_s_own(kind, activations, name, tmp_path):
     _, expected = fit(kind.make, "auto", tmp_path, **TRAINERS[name])
     ours = strategy(tmp_path, kind, activations=activations)
     _, module = fit(kind.make, ours, tmp_path, **TRAINERS[name])
@@ -112,15 +94,15 @@ def test_training_is_lightning_s_own(kind: Kind, activations: str, name: str, tm
     assert_nothing_left(tmp_path)
 
 
-class Manual(Built):
+class Manual(MadeLate):
     """Accumulates, clips, changes and keeps gradients by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.norms: list[torch.Tensor] = []
+        self.norms = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         self.manual_backward(self.loss(batch))
         self.manual_backward(self.loss(batch) * 0.5)
@@ -141,7 +123,7 @@ class Manual(Built):
 
 
 @pytest.mark.parametrize("kind", ["gradients"], indirect=True)
-def test_manual_optimization(kind: Kind, tmp_path: Path) -> None:
+def test_manual_optimization(kind, tmp_path):
     _, expected = fit(Manual, "auto", tmp_path, max_epochs=2)
     _, module = fit(Manual, strategy(tmp_path, kind, activations="offload"), tmp_path, max_epochs=2)
     assert_identical(result(module), result(expected))
@@ -150,9 +132,7 @@ def test_manual_optimization(kind: Kind, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("available", "num_waiting"), [(1 << 40, 0), (0, 3), (None, 3)])
-def test_with_auto_as_many_wait_as_memory_lacks(
-    available: int | None, num_waiting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_auto_as_many_wait_as_memory_lacks(available, num_waiting, tmp_path, monkeypatch):
     monkeypatch.setattr(gauge, "host_available_bytes", lambda cached: available)
     monkeypatch.setattr(gauge, "anonymous_bytes", lambda: 1 << 20)
     _, expected = fit(Tuned, "auto", tmp_path)
@@ -166,7 +146,7 @@ def test_with_auto_as_many_wait_as_memory_lacks(
 
 
 @pytest.mark.parametrize("activity", ["validate", "test", "predict"])
-def test_without_training(activity: str, tmp_path: Path) -> None:
+def test_without_training(activity, tmp_path):
     results = []
     for own in ("auto", strategy(tmp_path)):
         L.seed_everything(7, verbose=False)
@@ -181,10 +161,9 @@ def test_without_training(activity: str, tmp_path: Path) -> None:
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # on purpose without its callback
 @WITHOUT_A_DEVICE
-def test_checkpoints_are_lightning_s_own_and_resume(kind: Kind, tmp_path: Path) -> None:
-    def saved(name: str, own: Any) -> Path:
+def test_checkpoints_are_lightning_s_own_and_resume(kind, tmp_path):
+    def saved(name, own):
         saving = ModelCheckpoint(tmp_path / name, save_last=True)
         fit(kind.make, own, tmp_path, callbacks=[saving], enable_checkpointing=True)
         return tmp_path / name / "last.ckpt"
@@ -195,16 +174,14 @@ def test_checkpoints_are_lightning_s_own_and_resume(kind: Kind, tmp_path: Path) 
         assert_identical(loaded[1][part], loaded[0][part])
     resumed = []
     for path, is_ours in ((plain, False), (ours, True), (plain, True), (ours, False)):
-        L.seed_everything(8, verbose=False)
-        module, own = kind.make(), strategy(tmp_path, kind) if is_ours else "auto"
-        make_trainer(own, tmp_path, max_epochs=2).fit(module, ckpt_path=path)
-        resumed.append(result(module))
+        own = strategy(tmp_path, kind) if is_ours else "auto"
+        resumed.append(result(fit(kind.make, own, tmp_path, ckpt_path=path, max_epochs=2)[1]))
     for other in resumed[1:]:
         assert_identical(other, resumed[0])
 
 
 @WITHOUT_A_DEVICE
-def test_fit_twice_then_test(kind: Kind, tmp_path: Path) -> None:
+def test_fit_twice_then_test(kind, tmp_path):
     found = []
     for is_ours in (False, True):
         own = [strategy(tmp_path, kind) if is_ours else "auto" for _ in range(3)]
@@ -217,8 +194,8 @@ def test_fit_twice_then_test(kind: Kind, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["on_before_zero_grad", "configure_model"])
-def test_what_fails_in_a_step_or_in_building_leaves_nothing(where: str, tmp_path: Path) -> None:
-    def fail(self: Tuned, *args: Any) -> None:
+def test_what_fails_in_a_step_or_in_building_leaves_nothing(where, tmp_path):
+    def fail(self, *args):
         if where == "configure_model":
             Tuned.configure_model(self)
             assert self.trainer.strategy.stats.weights_bytes == 3 * BLOCK_BYTES, "it is never whole in memory"
@@ -230,14 +207,14 @@ def test_what_fails_in_a_step_or_in_building_leaves_nothing(where: str, tmp_path
     nn.Sequential(nn.Linear(WIDTH, WIDTH))  # nobody listens any more
 
 
-def fabric_training(fabric: Fabric, path: Path, clip: dict[str, float], *, is_trained: bool) -> list[Any]:
+def fabric_training(fabric, path, clip, *, is_trained):
     torch.manual_seed(3)
     with fabric.init_module():
         blocks = nn.Sequential(*(Block(WIDTH) for _ in range(3)), nn.Linear(WIDTH, 8))
     blocks[:3].requires_grad_(is_trained)
     trained = [parameter for parameter in blocks.parameters() if parameter.requires_grad]
     model, optimizer = fabric.setup(blocks, torch.optim.AdamW(trained, lr=1e-3))
-    found: list[Any] = []
+    found = []
     for step in range(6):
         loss = model(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean()
         fabric.backward(loss)
@@ -261,7 +238,7 @@ def fabric_training(fabric: Fabric, path: Path, clip: dict[str, float], *, is_tr
     ],
     indirect=["kind"],
 )
-def test_fabric(kind: Kind, clip: dict[str, float], tmp_path: Path) -> None:
+def test_fabric(kind, clip, tmp_path):
     is_trained = kind.make.is_trained
     ours = strategy(tmp_path, kind, SSDOffloadFabricStrategy)
     with ours:

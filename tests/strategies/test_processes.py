@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo"),
 ]
-DEFAULT: dict[str, tuple[str, ...]] = {
+DEFAULT = {
     "ddp_script": (
         *("plain", "accumulate", "collectives", "unused", "manual", "comm-hook"),
         *("agreed", "states", "weights", "impossible"),
@@ -24,7 +24,7 @@ DEFAULT: dict[str, tuple[str, ...]] = {
     "fsdp_script": ("training", "optimizers", "activations", "after_fit"),
     "fsdp_away_script": ("frozen", "trained"),
 }
-EXHAUSTIVE: list[tuple[str, tuple[str, ...]]] = [
+EXHAUSTIVE = [
     ("ddp_script", ("static-manual", "worn", "forgotten")),
     ("callback_script", ("ddp-accumulate", "ddp-manual", "tensor-parallel")),
     ("second_package ddp_script", ("accumulate", "manual")),
@@ -50,7 +50,7 @@ def test_two_processes(script: str, names: tuple[str, ...], tmp_path: Path, fork
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("scenario", "num"), [("hybrid", 4), ("three", 3)])
-def test_more_processes(scenario: str, num: int, tmp_path: Path, forks: list[str]) -> None:
+def test_more_processes(scenario, num, tmp_path, forks):
     assert_scenarios(tmp_path, forks, "fsdp_away_script", scenario, num=num)
 
 

@@ -1,9 +1,6 @@
 """Trainers of ``pytorch_lightning`` and Fabrics of ``lightning_fabric``: what they take of ours."""
 
 import pickle
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import lightning
@@ -16,7 +13,7 @@ from lightning_ssd import HardwareProfile, OffloadMonitor, OffloadPolicy
 from lightning_ssd import pytorch_lightning as second
 from lightning_ssd.errors import ConfigError
 from tests.support.helpers import assert_identical
-from tests.support.patience import PATIENCE_S
+from tests.support.processes import run_python
 from tests.support.second_package import over_pytorch_lightning
 from tests.support.trainers import LIGHTNING_NOISE
 
@@ -77,10 +74,9 @@ import pickle, sys, lightning_ssd
 assert not {"pytorch_lightning", "lightning_ssd.pytorch_lightning"} & set(sys.modules), "who does not use it loads it"
 print(type(pickle.load(open(sys.argv[1], 'rb'))).__mro__)
 """
-    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "strategy")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert "'pytorch_lightning.strategies.parallel.ParallelStrategy'" in done.stdout, done.stderr
-    assert "'lightning.pytorch" not in done.stdout
+    told = run_python(code, str(tmp_path / "strategy"))
+    assert "'pytorch_lightning.strategies.parallel.ParallelStrategy'" in told
+    assert "'lightning.pytorch" not in told
 
 
 @pytest.mark.parametrize("name", TAKERS)
@@ -122,14 +118,12 @@ IN_EITHER_ORDER = """
     ],
 )
 def test_the_order_of_imports_does_not_matter(first, other):
-    code = textwrap.dedent(IN_EITHER_ORDER.format(first=first, second=other))
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    told = run_python(IN_EITHER_ORDER.format(first=first, second=other))
     activations = ["auto", "auto", "offload", "recompute_offload", "auto", "offload"]
     trainers = ["SSDOffloadStrategy"] * 4 + ["SSDOffloadFSDPStrategy", "SSDOffloadStrategy"]
     expected = [f"{name} {policy}" for name, policy in zip(trainers, activations, strict=True)]
     expected += [f"SSDOffloadFabricStrategy {policy}" for policy in (*activations[:4], "offload")]
-    assert done.stdout.splitlines() == expected, done.stderr
+    assert told.splitlines() == expected
 
 
 def test_the_monitor_logs_as_ever(tmp_path):

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-from lightning_ssd import HardwareProfile
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
-from tests.support.trainers import LIGHTNING_NOISE, Net, fit
+from tests.support.trainers import LIGHTNING_NOISE, Net, fit, offload_strategy
 
 pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 
@@ -61,5 +60,5 @@ def test_subclasses_keep_their_overrides(tmp_path):
             self.steps += 1
             return super().training_step(*args, **kwargs)
 
-    trainer, _ = fit(Net, Counting(hardware=HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)), tmp_path)
+    trainer, _ = fit(Net, offload_strategy(tmp_path, Counting), tmp_path)
     assert trainer.strategy.steps == 6

@@ -4,10 +4,10 @@ It is known to ``torch.accelerator`` and has streams and events that nobody can 
 operators. A process has one such device for good, so that this runs in one of its own.
 """
 
-from __future__ import annotations
-
+import re
 import sys
 
+import pytest
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -27,12 +27,14 @@ from lightning_ssd.errors import ConfigError
 from lightning_ssd.memory.readings import available_bytes, level_bytes, read_memory, reset_device_peak
 from lightning_ssd.scheduling.clock import HostClock, clock_of
 from lightning_ssd.strategies.batch_signature import signature_of
+from tests.parity.models import perceptrons
+from tests.support.helpers import DRAINED, assert_parity
 
 _setup_privateuseone_for_python_backend("bare")  # PyTorch parses the name from here on
 DEVICE = torch.device("bare", 0)
 
 
-def look(directory: str) -> None:
+def look(directory):
     assert device_types() == ("cpu", "cuda", "bare")
     assert isinstance(accelerator_of(DEVICE), Accelerator)
     assert isinstance(accelerator_of(torch.device("cuda", 0)), CudaAccelerator)
@@ -48,7 +50,7 @@ def look(directory: str) -> None:
     train_on_the_cpu(directory)
 
 
-def use_streams(accelerator: Accelerator) -> None:
+def use_streams(accelerator):
     with accelerator.as_current():
         stream = accelerator.new_stream()
         assert type(stream) is type(accelerator.current_stream()) is torch.Stream
@@ -60,36 +62,20 @@ def use_streams(accelerator: Accelerator) -> None:
     accelerator.empty_cache()
 
 
-def be_refused(directory: str) -> None:
+def be_refused(directory):
     missing = what_is_missing(DEVICE)
-    assert missing is not None
     assert missing.startswith("a trial of it failed (Could not run 'aten::empty"), missing
     assert not has_streams(DEVICE)
     assert isinstance(clock_of(DEVICE), HostClock)
-    hardware, text = HardwareProfile(paths=directory), ""
-    try:
-        Offloader(device="bare", policy=OffloadPolicy(activations="offload"), hardware=hardware).open()
-    except ConfigError as error:
-        text = str(error)
     said = f"device='bare:0': nothing would be moved from there, because {missing}. Use another device ('cpu', 'cuda')"
-    assert text.startswith(said), text
+    policy = OffloadPolicy(activations="offload")
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        Offloader(policy, hardware=HardwareProfile(paths=directory), device="bare").open()
 
 
-def train_on_the_cpu(directory: str) -> None:
+def train_on_the_cpu(directory):
     """As if the accelerator were not there."""
-    model, batch = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))), torch.randn(32, 64)
-    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
-    model(batch).exp().sum().backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=directory)) as offloader:
-        with offloader.saved_tensors():
-            loss = model(batch).exp().sum()
-        offloader.flush()
-        loss.backward()
-        offloader.end_backward()
-        assert offloader.stats.bytes_written > 0
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+    assert_parity(perceptrons(), directory, setups=[DRAINED])
 
 
 if __name__ == "__main__":

@@ -6,19 +6,15 @@ python -m tests.support.callback_script <directory> <scenario> ...
 import sys
 from functools import partial
 
-import lightning as L
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from lightning_utilities.core.apply_func import apply_to_collection
 
-from lightning_ssd import HardwareProfile, OffloadCallback, OffloadPolicy
-from lightning_ssd.common.dtensor import local_of
+from lightning_ssd import OffloadCallback
 from lightning_ssd.optimizer.offloaded_optimizer import OffloadedOptimizer
 from tests.support.fsdp_script import Sharded, TensorParallel
 from tests.support.helpers import assert_identical
 from tests.support.processes import run_scenarios
-from tests.support.trainers import ManualNet, Net, fit, make_trainer
+from tests.support.trainers import ManualNet, Net, everything, fit, offload_strategy
 
 DDP = partial(DDPStrategy, process_group_backend="gloo")
 SCENARIOS = {
@@ -38,27 +34,17 @@ SCENARIOS = {
 RESUMED = ("ddp", "fsdp2", "tensor-parallel")
 
 
-def own(module, trainer):
-    """What this process has."""
-    states = [optimizer.state_dict() for optimizer in trainer.optimizers]
-    for saved in states:
-        saved["state"] = dict(sorted(saved["state"].items()))  # plainly in the order of the first gradients
-    everything = {"losses": module.losses, "weights": module.state_dict(), "states": states}
-    return apply_to_collection(everything, torch.Tensor, lambda tensor: local_of(tensor.detach()).clone())
-
-
 def compare(name, directory):
     """Train twice; the second time with the callback, which also resumes from the plain checkpoint and writes one."""
     strategy, make, states, settings = SCENARIOS[name]
     settings = {"devices": 2, "limit_val_batches": 0} | settings
     activations = "auto" if name.endswith("auto") else "offload"
-    policy = OffloadPolicy(activations=activations, optimizer_states=states, min_tensor_bytes=4096)
-    hardware = HardwareProfile(paths=[directory / "spill"], allow_unsuitable_paths=True)
-    callback = OffloadCallback(policy=policy, hardware=hardware)
+    away = {"activations": activations, "optimizer_states": states}
+    callback = offload_strategy(directory / "spill", OffloadCallback, **away)
     plain, expected = fit(make, strategy(), directory, **settings)
     trainer, module = fit(make, strategy(), directory, callbacks=[callback], **settings)
     assert module.losses
-    assert_identical(own(module, trainer), own(expected, plain))
+    assert_identical(everything(trainer, module), everything(plain, expected))
     assert callback.stats.bytes_saved > 0
     assert (callback.stats.bytes_written > 0) or activations == "auto"
     is_away = [isinstance(optimizer, OffloadedOptimizer) for optimizer in trainer.optimizers]
@@ -80,11 +66,8 @@ def _resume(name, directory, callback, settings):
         fit(make, strategy(), directory, **more, callbacks=[saving, *writer])
         first = min(path.glob("step=*"))
         for reader in ([], [callback]):
-            L.seed_everything(8, verbose=False)
-            module = make()
-            trainer = make_trainer(strategy(), directory, **(settings | {"max_epochs": 1}), callbacks=reader)
-            trainer.fit(module, ckpt_path=first)
-            found.append(own(module, trainer))
+            more = settings | {"max_epochs": 1, "callbacks": reader, "ckpt_path": first}
+            found.append(everything(*fit(make, strategy(), directory, **more)))
     for other in found[1:]:
         assert_identical(other, found[0])
 

@@ -5,64 +5,44 @@ python -m tests.support.ddp_script <directory> <scenario> ...
 
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_ssd import HardwareProfile, OffloadCallback, OffloadPolicy
+from lightning_ssd import OffloadCallback
 from lightning_ssd.errors import BudgetError, ConfigError
 from lightning_ssd.monitor import OffloadMonitor
 from lightning_ssd.strategies.ssd_offload import SSDOffloadStrategy
 from tests.support.helpers import assert_identical
+from tests.support.loggers import RecordingLogger
 from tests.support.processes import run_scenarios
-from tests.support.trainers import WIDTH, Block, ManualNet, Net, fit, make_trainer, offload_strategy, result
+from tests.support.trainers import WIDTH, Block, ManualNet, Net, everything, fit, offload_strategy, result
 
 
-class RowLogger(Logger):
-    """Keeps what it is given; on rank zero alone, as loggers do."""
-
-    name = version = "rows"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[dict[str, float]] = []
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append(dict(metrics))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
-def check_rows(trainer: L.Trainer) -> None:
+def check_rows(trainer):
     """What is logged is of both processes: one of them has the larger peak, and what they write is added up."""
     (logger,) = trainer.loggers
-    assert isinstance(logger, RowLogger)
-    rows = [row for row in logger.rows if "memory/worst_rank" in row]
+    rows = [row for _, row in logger.rows_of_ours()]
     assert bool(rows) is trainer.is_global_zero
     for row in rows:
-        assert row["memory/worst_rank"] in (0.0, 1.0)
-        assert row["io/stall_ratio"] >= 0
+        assert row["memory.worst_rank"] in (0.0, 1.0)
+        assert row["io.stall_ratio"] >= 0
     if rows:
-        written = sum(row["io/write_gib"] for row in rows) * 2**30
-        assert written == pytest.approx(rows[-1]["wear/written_tb"] * 1e12), "one is merged otherwise than the other"
+        written = sum(row["io.write_gib"] for row in rows) * 2**30
+        assert written == pytest.approx(rows[-1]["wear.written_tb"] * 1e12), "one is merged otherwise than the other"
 
 
 class HalfUnused(Net):
     """Its second batch leaves the last block without gradients."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        blocks = self.blocks if self.trainer.global_step % 2 == 0 else self.blocks[:-1]
+    used = slice(-1)
+
+    def forward(self, x):
+        blocks = self.blocks if self.trainer.global_step % 2 == 0 else self.blocks[self.used]
         for block in blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -71,20 +51,20 @@ class HalfUnused(Net):
 class StaticManual(ManualNet):
     """A static graph: every step uses every parameter once."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
         self.manual_backward(self.loss(batch))
         optimizer.step()
         optimizer.zero_grad()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class Gathers(Net):
     """Every collective of a strategy, with what it must give."""
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         strategy, rank = self.trainer.strategy, self.global_rank
         strategy.barrier()
         assert strategy.broadcast(f"from {rank}", src=1) == "from 1"
@@ -95,19 +75,18 @@ class Gathers(Net):
         assert not strategy.reduce_boolean_decision(rank == 0, all=True)
 
 
-def counting_hook(state: list[int], bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def counting_hook(state, bucket):
     """The usual all-reduce, counted."""
     state.append(bucket.index())
     return default_hooks.allreduce_hook(None, bucket)
 
 
-def counted() -> dict[str, Any]:
+def counted():
     """A hook whose calls can be seen."""
     return {"ddp_comm_state": [], "ddp_comm_hook": counting_hook, "bucket_cap_mb": 0.05}
 
 
-Scenario = tuple[Callable[[], Net], Callable[[], dict[str, Any]], dict[str, Any]]
-LIKE_DDP: dict[str, Scenario] = {
+LIKE_DDP = {
     "plain": (Net, dict, {"max_epochs": 2}),
     "accumulate": (Net, dict, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
     "collectives": (Gathers, lambda: {"gradient_as_bucket_view": True}, {"max_steps": 1}),
@@ -118,19 +97,19 @@ LIKE_DDP: dict[str, Scenario] = {
 }
 
 
-def compare(name: str, directory: Path, *, start_method: str = "popen") -> None:
+def compare(name, directory, *, start_method="popen"):
     """Train twice; the second time is ours."""
     make, options, settings = LIKE_DDP[name]
     settings = {"devices": 2, **settings}
     if name == "comm-hook":  # Lightning's own strategy ignores it on a CPU
-        reference = SSDOffloadStrategy(policy=OffloadPolicy(activations="keep"), **options())
+        reference = offload_strategy(directory, activations="keep", **options())
     else:
         # Forked processes need not import everything again; the results are those of spawned ones.
         reference = DDPStrategy(start_method="popen" if start_method == "popen" else "fork", **options())
     _, expected = fit(make, reference, directory, **settings)
     ours = offload_strategy(directory / name, start_method=start_method, **options())
     monitor = OffloadMonitor()
-    logged = {"logger": RowLogger(), "log_every_n_steps": 1}
+    logged = {"logger": RecordingLogger(), "log_every_n_steps": 1}
     trainer, module = fit(make, ours, directory, callbacks=[monitor], **{**settings, **logged})
     assert_identical(result(module), result(expected))
     L.seed_everything(7, verbose=False)
@@ -148,7 +127,7 @@ def compare(name: str, directory: Path, *, start_method: str = "popen") -> None:
         assert len(ours._hook[0]) > 3, "the hook was not called for every batch"
 
 
-def forgotten(directory: Path) -> None:
+def forgotten(directory):
     """Parameters without gradients, and nobody said so: our message must name our strategy."""
     with pytest.raises(RuntimeError, match=r"strategy=SSDOffloadStrategy\(find_unused_parameters=True\)"):
         fit(HalfUnused, offload_strategy(directory), directory, devices=2)
@@ -157,31 +136,27 @@ def forgotten(directory: Path) -> None:
 BUDGET = 400_000
 
 
-def budgeted(directory: Path, budget: int) -> SSDOffloadStrategy:
-    return SSDOffloadStrategy(
-        policy=OffloadPolicy(min_tensor_bytes=0, activation_budget=budget),
-        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
-    )
+budgeted = partial(offload_strategy, min_tensor_bytes=0)
 
 
-def rank_before_launch() -> int:
+def rank_before_launch():
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 class Agrees(Net):
     """Remembers what its process plans with at the end."""
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         scheduler = self.trainer.strategy.offloader._parts.scheduler
         rates = scheduler.machine.ssd
         mine = [rates.write_bytes_per_s, rates.read_bytes_per_s, float(scheduler._limits.of(scheduler._kind.others))]
         self.mine, self.all = mine, self.all_gather(torch.tensor(mine, dtype=torch.float64)).tolist()
 
 
-def agreed(directory: Path) -> None:
+def agreed(directory):
     """Each process has a budget of its own; the smaller one holds in both, as do the lower rates."""
     _, expected = fit(Agrees.__base__, DDPStrategy(start_method="popen"), directory, devices=2, max_epochs=2)
-    ours = budgeted(directory / "agreed", BUDGET + 50_000 * rank_before_launch())
+    ours = budgeted(directory / "agreed", activation_budget=BUDGET + 50_000 * rank_before_launch())
     _, module = fit(Agrees, ours, directory, devices=2, max_epochs=2)
     assert_identical(result(module), result(expected))
     assert module.all == [module.mine] * 2, module.all
@@ -189,23 +164,17 @@ def agreed(directory: Path) -> None:
     assert ours.stats.saved_peak_bytes > BUDGET
 
 
-def impossible(directory: Path) -> None:
+def impossible(directory):
     """A budget that only the second process cannot keep is refused in both."""
-    strategy = budgeted(directory / "impossible", 20_000 if rank_before_launch() else BUDGET)
+    strategy = budgeted(directory / "impossible", activation_budget=20_000 if rank_before_launch() else BUDGET)
     with pytest.raises(BudgetError, match="smallest that works"):
         fit(Net, strategy, directory, devices=2)
 
 
-def worn(directory: Path) -> None:
+def worn(directory):
     """A wear budget that only the states of the second process exceed is refused in both, by strategy and callback."""
-    policy = OffloadPolicy(
-        optimizer_states="offload",
-        min_tensor_bytes=4096,
-        wear_budget="1KB" if rank_before_launch() else "1000TB",
-    )
-    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
-    ours = SSDOffloadStrategy(policy=policy, hardware=hardware)
-    callback = OffloadCallback(policy=policy, hardware=hardware)
+    wear = {"optimizer_states": "offload", "wear_budget": "1KB" if rank_before_launch() else "1000TB"}
+    ours, callback = (offload_strategy(directory, kind, **wear) for kind in (SSDOffloadStrategy, OffloadCallback))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_ssd.wear.meter._MIN_SECONDS", 0.0)
         for strategy, callbacks in ((ours, []), (DDPStrategy(process_group_backend="gloo"), [callback])):
@@ -213,81 +182,65 @@ def worn(directory: Path) -> None:
                 fit(Net, strategy, directory, callbacks=callbacks, devices=2, max_epochs=6)
 
 
-def states(directory: Path) -> None:
+def states(directory):
     """Optimizer states on SSD, in both processes: the same bits, also after a resume from what the first one saved."""
     plain, expected = fit(Net, DDPStrategy(start_method="popen"), directory, devices=2, max_epochs=2)
-    policy = OffloadPolicy(optimizer_states="offload", min_tensor_bytes=4096)
-    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
+    make_ours = partial(offload_strategy, directory, optimizer_states="offload")
     path = directory / "first.ckpt"
     for epochs in (1, 2):
-        ours = SSDOffloadStrategy(policy=policy, hardware=hardware)
-        trainer, module = fit(Net, ours, directory, devices=2, max_epochs=epochs)
+        trainer, module = fit(Net, make_ours(), directory, devices=2, max_epochs=epochs)
         if epochs == 1:
             trainer.save_checkpoint(path)
-    assert_identical(result(module), result(expected))
-    assert_identical(trainer.optimizers[0].state_dict(), plain.optimizers[0].state_dict())
+    assert_identical(everything(trainer, module), everything(plain, expected))
     moved = trainer.optimizers[0].stats
     assert moved.written_bytes > moved.state_bytes > 0
     assert moved.read_bytes > 0
     resumed = {}
-    for strategy in (DDPStrategy(start_method="popen"), SSDOffloadStrategy(policy=policy, hardware=hardware)):
-        L.seed_everything(8, verbose=False)
-        module = Net()
-        trainer = make_trainer(strategy, directory, devices=2, max_epochs=2)
-        trainer.fit(module, ckpt_path=path)
-        resumed[type(strategy)] = result(module), trainer.optimizers[0].state_dict()
+    for strategy in (DDPStrategy(start_method="popen"), make_ours()):
+        resumed[type(strategy)] = everything(*fit(Net, strategy, directory, ckpt_path=path, devices=2, max_epochs=2))
     assert_identical(resumed[SSDOffloadStrategy], resumed[DDPStrategy])
 
 
 class FrozenBlocks(Net):
     """Only what comes behind the blocks is trained, and one weight in the middle. Ranks begin with other weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self._make_blocks()
 
-    def _make_blocks(self) -> None:
+    def _make_blocks(self):
         torch.manual_seed(100 + int(os.environ.get("LOCAL_RANK", "0")))
         self.blocks = torch.nn.ModuleList(Block() for _ in range(3)).requires_grad_(False)
         self.blocks[1].up.weight.requires_grad_(True)
         torch.manual_seed(1)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
 
 class BuiltBlocks(FrozenBlocks):
     """They are made when Lightning asks for them, and so wait before rank zero's values come."""
 
-    def _make_blocks(self) -> None:
+    def _make_blocks(self):
         del self.blocks
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if not hasattr(self, "blocks"):
             super()._make_blocks()
 
 
-class UnusedBlocks(FrozenBlocks):
+class UnusedBlocks(FrozenBlocks, HalfUnused):
     """The trained weight has no part in every second loss."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        blocks = self.blocks if self.trainer.global_step % 2 == 0 else self.blocks[::2]
-        for block in blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+    used = slice(None, None, 2)
 
 
 BLOCKS_BYTES = (3 * 2 - 1) * 2 * WIDTH * WIDTH * 4
 """Frozen weights of three blocks."""
 
 
-def weights(directory: Path) -> None:
+def weights(directory):
     """Each process has the frozen weights on a drive of its own; rank zero's values reach both."""
-    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
     for make, states in ((FrozenBlocks, "keep"), (BuiltBlocks, "offload"), (UnusedBlocks, "offload")):
-        policy = OffloadPolicy(parameters="offload", optimizer_states=states, min_tensor_bytes=4096)
-        options: dict[str, Any] = {"start_method": "popen", "find_unused_parameters": make is UnusedBlocks}
-        ours = SSDOffloadStrategy(policy=policy, hardware=hardware, **options)
+        options = {"start_method": "popen", "find_unused_parameters": make is UnusedBlocks}
+        ours = offload_strategy(directory, parameters="offload", optimizer_states=states, **options)
         found = []
         for strategy in (DDPStrategy(**options), ours):
             _, module = fit(make, strategy, directory, devices=2)
@@ -299,8 +252,7 @@ def weights(directory: Path) -> None:
             first, second = module.all_gather(value)
             assert torch.equal(first, second), name
     # What DistributedDataParallel holds is refused in both processes before anything has moved.
-    policy = OffloadPolicy(parameters="offload", optimizer_states="offload", min_tensor_bytes=4096)
-    ours = SSDOffloadStrategy(policy=policy, hardware=hardware)
+    ours = offload_strategy(directory, parameters="offload", optimizer_states="offload")
     with pytest.raises(ConfigError, match=r"with 2 processes got OffloadPolicy.parameters='offload' and no frozen"):
         fit(Net, ours, directory, devices=2)
     assert ours.offloader is None

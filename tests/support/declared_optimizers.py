@@ -34,6 +34,10 @@ class Momentum(Optimizer):
         """For each parameter."""
         return update
 
+    def update(self, p, state, rate, scale):
+        momentum = state.setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad / scale)
+        p.sub_(self.change(p, momentum), alpha=rate)
+
     def without(self, p, group):
         """A parameter has no gradient."""
 
@@ -55,8 +59,7 @@ class Momentum(Optimizer):
                 if p.grad is None:
                     self.without(p, group)
                 else:
-                    momentum = self.state[p].setdefault("m", torch.zeros_like(p)).mul_(0.9).add_(p.grad / scale)
-                    p.sub_(self.change(p, momentum), alpha=group["lr"])
+                    self.update(p, self.state[p], group["lr"], scale)
         return loss
 
 

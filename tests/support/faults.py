@@ -2,20 +2,18 @@
 
 import ctypes
 import errno
-import itertools
 import threading
 import time
-from collections.abc import Callable
 
 from lightning_ssd.errors import OutOfSpaceError, ShortTransferError, StorageError
 from lightning_ssd.storage.backend import WrappedBackend
 
-Fail = Callable[[int], BaseException | None]
-"""Gets the number of the call (from 0, per direction); returns what to raise instead of moving, or nothing."""
-
 
 class FaultyBackend(WrappedBackend):
-    """Passes everything on to ``inner``, but for the calls that ``fail_*`` and ``corrupt_read`` pick."""
+    """Passes everything on to ``inner``, but for the calls that ``fail_*`` and ``corrupt_read`` pick.
+
+    Each gets the number of the call (from 0, per direction); ``fail_*`` returns what to raise instead of moving.
+    """
 
     def __init__(self, inner, *, fail_write=None, fail_read=None, corrupt_read=None, delay_s=0.0):
         super().__init__(inner)
@@ -24,21 +22,17 @@ class FaultyBackend(WrappedBackend):
         self.corrupt_read = corrupt_read
         self.delay_s = delay_s
         self._lock = threading.Lock()
-        self._counts = {"write": itertools.count(), "read": itertools.count()}
-        self.num_writes = 0
-        self.num_reads = 0
+        self.num_writes = self.num_reads = 0
 
     def write(self, arena, region, offset):
         with self._lock:
-            index = next(self._counts["write"])
-            self.num_writes = index + 1
+            index, self.num_writes = self.num_writes, self.num_writes + 1
         self._stumble(self.fail_write, index)
         self.inner.write(arena, region, offset)
 
     def read(self, arena, region, offset):
         with self._lock:
-            index = next(self._counts["read"])
-            self.num_reads = index + 1
+            index, self.num_reads = self.num_reads, self.num_reads + 1
         self._stumble(self.fail_read, index)
         self.inner.read(arena, region, offset)
         if self.corrupt_read is not None and self.corrupt_read(index) and region.nbytes:

@@ -3,35 +3,31 @@
 python -m tests.support.fsdp_script <directory> <scenario> ...
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFSDPStrategy
+from lightning_ssd import SSDOffloadFSDPStrategy
 from lightning_ssd.common.dtensor import as_piece
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.monitor import OffloadMonitor
-from tests.support.helpers import assert_identical
+from tests.support.helpers import MIDDLE, assert_identical, open_offloader
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import run_scenarios
-from tests.support.trainers import BATCH_SIZE, Block, Net, Unlogged, fit, make_trainer, step_after_fit
+from tests.support.trainers import BATCH_SIZE, Block, Net, Unlogged, everything, fit, offload_strategy, step_after_fit
 
-HARDWARE: dict[str, Any] = {"allow_unsuitable_paths": True}
+HARDWARE = {"allow_unsuitable_paths": True}
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 TIMEOUT = timedelta(seconds=PATIENCE_S)  # of a collective that one process enters and the other does not
 NUM_STEPS = 3  # of an epoch, with half of the batches in each process
@@ -41,14 +37,12 @@ class Sharded(Net):
     """FSDP2: each block is a group of its own, and the root has the rest. One shard of the head has no element."""
 
     reshard = True
+    sharding: ClassVar[dict[str, Any]] = {}
 
-    def configure_model(self) -> None:
-        if isinstance(self, FSDPModule):
-            return
-        mesh = self.device_mesh["data_parallel"]
-        for block in self.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
-        fully_shard(self, mesh=mesh, reshard_after_forward=self.reshard)
+    def configure_model(self):
+        options = {"mesh": self.device_mesh["data_parallel"], "reshard_after_forward": self.reshard, **self.sharding}
+        for module in () if isinstance(self, FSDPModule) else (*self.blocks, self):
+            fully_shard(module, **options)
 
 
 class Unsharded(Sharded):
@@ -60,21 +54,21 @@ class Unsharded(Sharded):
 class Wide(Sharded):
     """Shards so large that their states move in slices."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(width=384)
 
 
 class Detached(Sharded):
     """Autograd saves a view of a gathered parameter that does not look like one, before anybody has seen it."""
 
-    gathered: tuple[int, ...] = ()
+    gathered = ()
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for block in self.blocks:
             block.forward = partial(frozen_down, block)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         if isinstance(self, FSDPModule):
@@ -84,14 +78,14 @@ class Detached(Sharded):
         return self.head(self.norm(x))
 
 
-def frozen_down(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+def frozen_down(block, x):
     return x + torch.nn.functional.linear(block.up(block.norm(x)), block.down.weight.detach())
 
 
 class TensorParallel(Net):
     """Each block's two linear layers share their work, with what is between them spread over both processes."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if isinstance(self.blocks[0].up.weight, DTensor):
             return
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -102,7 +96,7 @@ class TensorParallel(Net):
 class TwoDimensional(TensorParallel):
     """The same under FSDP2, whose parameters are then DTensors while they are gathered."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         super().configure_model()
         if not isinstance(self, FSDPModule):
             for block in (*self.blocks, self):
@@ -112,11 +106,11 @@ class TwoDimensional(TensorParallel):
 class Normed(torch.optim.Optimizer):
     """Scales each update by the norm of the whole gradient, for which processes have to meet."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1e-2})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure=None):
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -126,19 +120,18 @@ class Normed(torch.optim.Optimizer):
         return loss
 
 
-def plain(sizes: tuple[int, int] = (2, 1), *, distributed: bool = True) -> ModelParallelStrategy:
+def plain(sizes=(2, 1), *, distributed=True):
     return ModelParallelStrategy(*sizes, save_distributed_checkpoint=distributed, timeout=TIMEOUT)
 
 
-def ours(
-    directory: Path, sizes: tuple[int, int] = (2, 1), *, distributed: bool = True, **policy: Any
-) -> SSDOffloadFSDPStrategy:
-    settings = {"min_tensor_bytes": 4096, "activations": "offload", "optimizer_states": "offload"}
+def ours(directory, sizes=(2, 1), *, distributed=True, **policy):
+    settings = {"activations": "offload", "optimizer_states": "offload"}
     if policy.get("optimizer_states") != "keep":
         settings["per_parameter_optimizers"] = "Normed"
-    return SSDOffloadFSDPStrategy(
-        policy=OffloadPolicy(**(settings | policy)),
-        hardware=HardwareProfile(paths=[directory / "ssd"], **HARDWARE),
+    return offload_strategy(
+        directory / "ssd",
+        SSDOffloadFSDPStrategy,
+        **(settings | policy),
         data_parallel_size=sizes[0],
         tensor_parallel_size=sizes[1],
         save_distributed_checkpoint=distributed,
@@ -146,36 +139,24 @@ def ours(
     )
 
 
-def parts(values: dict[Any, Any]) -> dict[Any, Any]:
+def parts(values):
     """What this process has of each tensor."""
     return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in values.items()}
 
 
-def outcome(trainer: L.Trainer, module: Net) -> dict[str, Any]:
-    """Losses, weights and optimizer states of a training, as far as they are in this process."""
-    states = trainer.optimizers[0].state_dict()["state"]
-    return {
-        "losses": module.losses,
-        "weights": {name: part.clone() for name, part in parts(module.state_dict()).items()},
-        "states": {number: parts(state) for number, state in states.items()},
-    }
-
-
-def compare(
-    make: type[Net], directory: Path, optimizer: Any = None, sizes: tuple[int, int] = (2, 1), **settings: Any
-) -> SSDOffloadFSDPStrategy:
+def compare(make, directory, optimizer=None, sizes=(2, 1), **settings):
     """Train with Lightning's strategy and with ours: the same losses, weights and states, and bytes took our way."""
 
-    def build() -> Net:
+    def build():
         module = make()
         if optimizer is not None:
             module.configure_optimizers = lambda: optimizer(module.parameters())
         return module
 
-    expected = outcome(*fit(build, plain(sizes), directory, devices=2, **settings))
+    expected = everything(*fit(build, plain(sizes), directory, devices=2, **settings))
     strategy = ours(directory, sizes)
     trainer, module = fit(build, strategy, directory, devices=2, **settings)
-    assert_identical(outcome(trainer, module), expected)
+    assert_identical(everything(trainer, module), expected)
     moved = trainer.optimizers[0].stats
     assert moved.num_subgroups > 4
     assert moved.written_bytes > moved.state_bytes > 0
@@ -186,17 +167,17 @@ def compare(
     return strategy
 
 
-def adamw(**options: Any) -> Any:
+def adamw(**options):
     return lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, **options)
 
 
-def training(directory: Path) -> None:
+def training(directory):
     """FSDP2, resharded after forward or not, clipped by norm and accumulated."""
     for make in (Sharded, Unsharded):
         compare(make, directory, gradient_clip_val=0.1, accumulate_grad_batches=2, max_epochs=2)
 
 
-def optimizers(directory: Path) -> None:
+def optimizers(directory):
     """Every implementation of AdamW that takes DTensors, slices of shards, and an optimizer that communicates."""
     for options in ({"foreach": True}, {"fused": True}):  # a loop over the parameters is what training() has
         compare(Sharded, directory, adamw(**options))
@@ -212,12 +193,10 @@ def optimizers(directory: Path) -> None:
     assert seen, "no shard was cut into slices"
 
 
-def saved_bytes(make: type[Net], directory: Path) -> int:
+def saved_bytes(make, directory):
     """What autograd saves in an epoch of one process when nothing is sharded."""
-    hardware = HardwareProfile(paths=[directory], **HARDWARE)
-    policy = OffloadPolicy(min_tensor_bytes=4096, activations="offload")
     module = make()
-    with Offloader(policy=policy, hardware=hardware) as offloader:
+    with open_offloader(directory, MIDDLE) as offloader:
         offloader.register_module(module)
         for _ in range(NUM_STEPS):
             with offloader.saved_tensors():
@@ -227,7 +206,7 @@ def saved_bytes(make: type[Net], directory: Path) -> int:
         return offloader.stats.bytes_saved
 
 
-def activations(directory: Path) -> None:
+def activations(directory):
     """Exactly what is saved without sharding goes to SSD: nothing that was gathered, also not in the first forward."""
     for make in (Sharded, Unsharded):
         strategy, monitor = ours(directory), OffloadMonitor()
@@ -236,10 +215,10 @@ def activations(directory: Path) -> None:
         trainer.validate(module, verbose=False)
         assert strategy.stats.bytes_saved == saved_bytes(Net, directory / "unsharded"), strategy.stats
         assert strategy.stats.num_kept_parameters > 0
-    expected = outcome(*fit(Detached, plain(), directory, devices=2))
+    expected = everything(*fit(Detached, plain(), directory, devices=2))
     strategy = ours(directory)
     trainer, module = fit(Detached, strategy, directory, devices=2)
-    assert_identical(outcome(trainer, module), expected)
+    assert_identical(everything(trainer, module), expected)
     assert strategy.stats.bytes_saved == saved_bytes(Detached, directory / "unsharded"), strategy.stats
     assert len(module.gathered) == 18
     assert not any(module.gathered), "what was gathered for a block is still there after its forward"
@@ -249,7 +228,7 @@ class ShardedAndUnlogged(Unlogged, Sharded):
     pass
 
 
-def after_fit(directory: Path) -> None:
+def after_fit(directory):
     """A loop that is called again after ``teardown`` takes a step without us, as with Lightning's strategy."""
     found = []
     for strategy in (plain(), ours(directory, optimizer_states="keep")):
@@ -257,12 +236,12 @@ def after_fit(directory: Path) -> None:
         num_losses = len(module.losses)
         step_after_fit(trainer)
         assert len(module.losses) == num_losses + 1
-        found.append(outcome(trainer, module))
+        found.append(everything(trainer, module))
     assert_identical(found[1], found[0])
     assert not strategy.offloader.is_open
 
 
-def tensor_parallel(directory: Path) -> None:
+def tensor_parallel(directory):
     """DTensors among the activations move like others, alone and under FSDP2."""
     for make in (TensorParallel, TwoDimensional):
         strategy = compare(make, directory, sizes=(1, 2))
@@ -270,7 +249,7 @@ def tensor_parallel(directory: Path) -> None:
         assert strategy.stats.bytes_saved > 3_000_000, strategy.stats
 
 
-def planned(directory: Path) -> None:
+def planned(directory):
     """Plans, recomputed blocks, and a budget that only the second process has: both keep to it."""
     _, expected = fit(Sharded, plain(), directory, devices=2, max_epochs=2)
     budget = 500_000 - 100_000 * RANK
@@ -288,7 +267,7 @@ def planned(directory: Path) -> None:
 class Planned(Sharded):
     """Remembers the budgets that both processes plan with at the end."""
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         scheduler = self.trainer.strategy.offloader._parts.scheduler
         if scheduler is not None:
             self.limits = self.all_gather(
@@ -299,19 +278,19 @@ class Planned(Sharded):
 class Uneven(Sharded):
     """Its processes take turns in being slow, so that each would plan otherwise."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         if (self.global_step // 3 + RANK) % 2:
             time.sleep(0.01)
         return super().training_step(batch, batch_idx)
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         offloader = getattr(self.trainer.strategy, "offloader", None)
         if offloader is not None:
             self.num_plans = offloader.plan_report.num_plans
             self.peak_bytes = offloader.stats.resident_peak_bytes
 
 
-def uneven(directory: Path) -> None:
+def uneven(directory):
     """Each process plans when it likes: no collective waits for ever, no bit and no budget is lost."""
     budget = 200_000
     for recompute in ("", "blocks"):
@@ -328,25 +307,16 @@ def uneven(directory: Path) -> None:
 class Saves(L.Callback):
     """Saves while everything is still open."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer, pl_module):
         trainer.save_checkpoint(self.path)
 
 
-def resumed(
-    make: type[Net],
-    directory: Path,
-    savers: tuple[str, ...],
-    look: Callable[[L.Trainer, Any], dict[str, Any]] = outcome,
-    *,
-    distributed: bool,
-    sizes: tuple[int, int] = (2, 1),
-    **policy: Any,
-) -> list[dict[str, Any]]:
+def resumed(make, directory, savers, look=everything, *, distributed, sizes=(2, 1), **policy):
     """What comes of one epoch by each saver's strategy and a second one by either strategy."""
-    strategies: dict[str, Callable[..., Strategy]] = {"plain": plain, "ours": partial(ours, directory, **policy)}
+    strategies = {"plain": plain, "ours": partial(ours, directory, **policy)}
     found = []
     for saver in savers:
         path = directory / f"{make.__name__}-{saver}-{distributed}.ckpt"
@@ -354,21 +324,18 @@ def resumed(
         fit(make, strategy, directory, devices=2, max_epochs=1, callbacks=[Saves(path)])
         assert path.is_dir() == distributed
         for load in strategies.values():
-            L.seed_everything(8, verbose=False)
-            module = make()
-            trainer = make_trainer(load(sizes, distributed=distributed), directory, devices=2, max_epochs=2)
-            trainer.fit(module, ckpt_path=path, weights_only=False)
-            found.append(look(trainer, module))
+            resumed = {"ckpt_path": path, "weights_only": False, "devices": 2, "max_epochs": 2}
+            found.append(look(*fit(make, load(sizes, distributed=distributed), directory, **resumed)))
     for one in found[1:]:
         assert_identical(one, found[0])
     return found
 
 
-def checkpoints(directory: Path) -> None:
+def checkpoints(directory):
     """Sharded and full ones, written and read by either strategy: whoever goes on gets the same bits."""
     for make, distributed in ((Sharded, True), (Wide, False)):
         (one, *_) = resumed(make, directory, ("plain", "ours"), distributed=distributed)
-        assert {float(state["step"]) for state in one["states"].values()} == {2.0 * NUM_STEPS}
+        assert {float(state["step"]) for state in one["optimizers"][0]["state"].values()} == {2.0 * NUM_STEPS}
     resumed(TwoDimensional, directory, ("ours",), distributed=False, sizes=(1, 2))
 
 
@@ -389,31 +356,30 @@ class Alternating(TensorParallel):
     num_recomputed = 0
     """Calls that a plan of this process recomputes at the end."""
 
-    def __init__(self, groups: Groups | None) -> None:
+    def __init__(self, groups):
         super().__init__()
         self.groups = groups
         self.blocks = torch.nn.ModuleList(kind(self.width) for kind in (Even, Odd, Even, Odd))
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.groups is None:
             super().configure_model()
         elif not isinstance(self, FSDPModule):
             for group in (*self.groups(self.blocks), self):
                 fully_shard(group, mesh=self.device_mesh["data_parallel"])
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         offloader = getattr(self.trainer.strategy, "offloader", None)
         scheduler = None if offloader is None else offloader._parts.scheduler
         if scheduler is not None:
             self.num_recomputed = sum(map(len, (kind.recompute for kind in scheduler._kinds.values())))
 
 
-Groups = Callable[[torch.nn.ModuleList], list[Any]]
-WITHIN: dict[str, Groups] = {
+WITHIN = {
     "each block": list,
     "two blocks, of which each process recomputes one": lambda blocks: [list(blocks[:2]), list(blocks[2:])],
 }
-MEETING: dict[str, Groups | None] = {
+MEETING = {
     "layers of a block, so that it gathers": lambda blocks: [part for b in blocks for part in (b.up, b.down)],
     "a layer, and the rest of its block": lambda blocks: [part for b in blocks for part in (b.up, b)],
     "tensor parallel": None,
@@ -421,24 +387,24 @@ MEETING: dict[str, Groups | None] = {
 OWN = ["Odd" if RANK else "Even"]
 
 
-def recompute(groups: Groups | None, directory: Path, **policy: Any) -> int:
+def recompute(groups, directory, **policy):
     """Compare with Lightning's strategy; return how many blocks a plan recomputes."""
     sizes, found, num = (1, 2) if groups is None else (2, 1), [], 0
     for strategy in (plain(sizes), ours(directory, sizes, optimizer_states="keep", **policy)):
         trainer, module = fit(partial(Alternating, groups), strategy, directory, devices=2, max_epochs=2)
-        found.append(outcome(trainer, module))
+        found.append(everything(trainer, module))
         num = module.num_recomputed
     assert_identical(found[1], found[0])
     return num
 
 
-def all_blocks(directory: Path) -> None:
+def all_blocks(directory):
     """Where all processes recompute all of them, a block may meet others in its forward."""
     for groups in (WITHIN | MEETING).values():
         recompute(groups, directory, activations="recompute", min_tensor_bytes=1 << 20)
 
 
-def own_blocks(directory: Path) -> None:
+def own_blocks(directory):
     """Where each plans for itself: blocks that meet others are kept, or moved."""
     policy = {"activations": "auto", "min_tensor_bytes": 0, "recompute_modules": OWN}
     for groups in WITHIN.values():
@@ -447,7 +413,7 @@ def own_blocks(directory: Path) -> None:
         assert not recompute(groups, directory, **policy, activation_budget=300_000)
 
 
-def refused(directory: Path) -> None:
+def refused(directory):
     with pytest.raises(ConfigError, match="would recompute different blocks"):
         recompute(list, directory, activations="recompute", recompute_modules=OWN)
 

@@ -234,17 +234,21 @@ def assert_same(program, directory, *, setups=SETUPS, raises=False, moves=True, 
     """
     expected = outcome(program, Session())
     assert isinstance(expected, Raised) == raises, f"plain PyTorch gave {expected!r}"
-    for number, setup in enumerate(setups):
-        with open_offloader(directory, setup, **extra) as offloader:
-            got = outcome(program, Session.of(offloader, setup))
-            assert_identical(got, expected, f"{setup}")
-            assert_released(offloader)
-            stats = offloader.stats
-            if moves and number == 0:
-                assert stats.bytes_saved > 0, "nothing was handed to the offloader"
-                assert moved(stats) > 0, "nothing was offloaded"
-            assert stats.failures == 0
+    for number, (_, stats) in enumerate(_compared(program, expected, directory, setups, extra)):
+        if moves and number == 0:
+            assert stats.bytes_saved > 0, "nothing was handed to the offloader"
+            assert moved(stats) > 0, "nothing was offloaded"
     return expected
+
+
+def _compared(program, expected, directory, setups, extra):
+    """Yield each setup, and the numbers of an offloader with which the program has given what is expected."""
+    for setup in setups:
+        with open_offloader(directory, setup, **extra) as offloader:
+            assert_identical(outcome(program, Session.of(offloader, setup)), expected, f"{setup}")
+            assert_released(offloader)
+            assert offloader.stats.failures == 0
+            yield setup, offloader.stats
 
 
 Batch = dict[str, Any]
@@ -306,19 +310,13 @@ def assert_parity(training, directory, *, setups=SETUPS, **extra):
     expected = outcome(training, Session())
     assert not isinstance(expected, Raised), f"the plain run raised {expected}"
     assert any(gradient is not None for gradient in expected["gradients"][0]), "the plain run has no gradients"
-    for setup in setups:
-        with open_offloader(directory, setup, **extra) as offloader:
-            got = outcome(training, Session.of(offloader, setup))
-            assert_identical(got, expected, f"{setup}")
-            assert_released(offloader)
-            stats = offloader.stats
-            assert stats.failures == 0
-            if setup.activations == "auto" and setup.max_slowdown < 2:
-                continue  # how much moves then depends on how fast the machine is
-            assert moved(stats) > 0, f"{setup}: nothing was offloaded"
-            if setup.drained:
-                assert stats.bytes_written > 0, f"{setup}: nothing was written"
-                assert stats.bytes_read > 0, f"{setup}: nothing was read"
+    for setup, stats in _compared(training, expected, directory, setups, extra):
+        if setup.activations == "auto" and setup.max_slowdown < 2:
+            continue  # how much moves then depends on how fast the machine is
+        assert moved(stats) > 0, f"{setup}: nothing was offloaded"
+        if setup.drained:
+            assert stats.bytes_written > 0, f"{setup}: nothing was written"
+            assert stats.bytes_read > 0, f"{setup}: nothing was read"
 
 
 def within(seconds, work):

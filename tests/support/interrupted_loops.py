@@ -4,57 +4,29 @@ import sys
 import threading
 from pathlib import Path
 
-import lightning as L
 import torch
-from lightning.pytorch.demos.boring_classes import RandomDataset
 
-from lightning_ssd import HardwareProfile, OffloadPolicy, SSDOffloadStrategy
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
+from tests.support.loops import make_fabric
+from tests.support.trainers import Net, make_trainer, offload_strategy
+
+AWAY = {"activations": "offload", "optimizer_states": "offload", "min_tensor_bytes": 1024}
+EVERYTHING = {"parameters": "offload", "gradients": "offload"}
 
 
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-
-    def training_step(self, batch, index):
-        if index == 5:
+class Telling(Net):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 5:
             print("training", flush=True)
-        return self.layers(batch).tanh().square().mean()
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(RandomDataset(64, 1 << 20), batch_size=64)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
+        return super().training_step(batch, batch_idx)
 
 
-MORE = {}
-"""What is offloaded besides activations and states."""
+def by_trainer(directory, devices, away):
+    make_trainer(offload_strategy(directory, **away), directory, devices=devices, max_epochs=-1).fit(Telling())
 
 
-def settings(directory):
-    return {
-        "policy": OffloadPolicy(activations="offload", optimizer_states="offload", min_tensor_bytes=1024, **MORE),
-        "hardware": HardwareProfile(paths=[directory], allow_unsuitable_paths=True),
-    }
-
-
-def by_trainer(directory, devices):
-    trainer = L.Trainer(
-        strategy=SSDOffloadStrategy(**settings(directory)),
-        accelerator="cpu",
-        devices=devices,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Net())
-
-
-def by_fabric(directory):
-    fabric = L.Fabric(strategy=SSDOffloadFabricStrategy(**settings(directory)), accelerator="cpu", devices=1)
+def by_fabric(directory, away):
+    fabric = make_fabric(offload_strategy(directory, SSDOffloadFabricStrategy, **away))
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
     step = 0
@@ -68,20 +40,18 @@ def by_fabric(directory):
                 print("training", flush=True)
 
 
-def main():
-    how, directory = sys.argv[1], Path(sys.argv[2])
+def main(how, directory, more):
     torch.set_num_threads(1)
-    if "everything" in sys.argv[3:]:
-        MORE.update(parameters="offload", gradients="offload")
+    away = AWAY | (EVERYTHING if more == "everything" else {})
     try:
         if how == "fabric":
-            by_fabric(directory)
+            by_fabric(Path(directory), away)
         else:
-            by_trainer(directory, 2 if how == "ddp" else 1)
+            by_trainer(Path(directory), 2 if how == "ddp" else 1, away)
     except (KeyboardInterrupt, SystemExit):
         ours = [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_ssd")]
         print("interrupted", ours, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

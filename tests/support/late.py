@@ -11,53 +11,24 @@ from tests.support.patience import PATIENCE_S
 
 
 class LateMark:
-    """Passed when the stream gets there; ``honest=False`` claims to have passed at once."""
+    """Passed when the stream gets there."""
 
-    def __init__(self, *, honest, again=None, stream=""):
+    def __init__(self, *, again=None, stream=""):
         self.stream = stream
         self.passed = threading.Event()
         self.again = again or (lambda: self)
-        self._honest = honest
 
     def synchronize(self):
-        if self._honest:
-            self.passed.wait()
+        self.passed.wait()
 
     def query(self):
-        return self.passed.is_set() or not self._honest
+        return self.passed.is_set()
 
 
-class LateCopies:
-    """Each stream is a thread that sleeps before each copy. Compute is "queued" too: a mark passes late."""
+class Copies:
+    """In host memory, where the CPU is its own stream."""
 
     is_asynchronous = True
-
-    def __init__(self, *, seed, max_delay_s, honest=True):
-        draw = random.Random(seed)
-        self._honest = honest
-        self._streams = {
-            name: _stream(name, lambda: time.sleep(draw.uniform(0, max_delay_s))) for name in ("compute", "out", "in")
-        }
-        self.num_copies = 0
-        self.waited_on = []
-
-    def close(self):
-        for work in self._streams.values():
-            work.put(None)
-
-    def _queue(self, stream, action):
-        mark = LateMark(honest=self._honest, again=lambda: self._queue(stream, lambda: None), stream=stream)
-        waiting = [action]
-
-        def run():
-            waiting.pop()()  # whoever sees the mark finds nobody who holds the tensors of the copy
-            mark.passed.set()
-
-        self._streams[stream].put(run)
-        return mark
-
-    def mark(self):
-        return self._queue("compute", lambda: None)
 
     def copy_out(self, host, device, after):
         return self._copy("out", host, device, after)
@@ -65,14 +36,8 @@ class LateCopies:
     def copy_in(self, device, host, after):
         return self._copy("in", device, host, after)
 
-    def _copy(self, stream, target, source, after):
-        self.num_copies += 1
-
-        def copy():
-            after.passed.wait()
-            target.copy_(source)
-
-        return self._queue(stream, copy)
+    def wait_on_current_stream(self, mark):
+        mark.synchronize()
 
     def is_capturing(self):
         return False
@@ -80,26 +45,98 @@ class LateCopies:
     def protect(self, tensor):
         assert tensor.device.type == "cpu"
 
+
+class SeveralStreams(Copies):
+    """Streams that the test switches between by name: each is a thread that does its work in order.
+
+    ``protected`` has every tensor that somebody said to use, with the stream that it was said on, ``waited_on`` the
+    marks that streams have waited for. ``work`` queues what a kernel would do.
+    """
+
+    current = "main"
+
+    def __init__(self, before=int):
+        self.is_recording = False
+        self.protected = []
+        self.waited_on = []
+        self._before = before
+        self._streams = {}
+
+    def work(self, action, stream=None):
+        name, waiting = stream or self.current, [action]
+        mark = LateMark(again=lambda: self.work(lambda: None, name), stream=name)
+
+        def run():
+            waiting.pop()()  # whoever sees the mark finds nobody who holds the tensors of the copy
+            mark.passed.set()
+
+        if name not in self._streams:
+            self._streams[name] = _stream(name, self._before)
+        self._streams[name].put(run)
+        return mark
+
+    def close(self):
+        for work in self._streams.values():
+            work.put(None)
+
+    def mark(self):
+        return self.work(lambda: None)
+
+    def _copy(self, stream, target, source, after):
+        def copy():
+            after.passed.wait()
+            target.copy_(source)
+
+        return self.work(copy, stream)
+
     def wait_on_current_stream(self, mark):
         self.waited_on.append(mark)
-        mark.synchronize()  # the CPU is its own stream
+        super().wait_on_current_stream(mark)
+
+    def is_capturing(self):
+        return self.is_recording
+
+    def protect(self, tensor):
+        self.protected.append((self.current, tensor.untyped_storage().data_ptr()))
+
+
+class StreamOfThread(SeveralStreams):
+    """The test's thread has its own stream, as under ``torch.cuda.stream``; all others are on the default one."""
+
+    def __init__(self):
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def mark(self):
+        is_here = threading.get_ident() == self._thread
+        return self.work(lambda: None, self.current if is_here else "default")
+
+
+class LateCopies(SeveralStreams):
+    """Each stream sleeps before each copy. Compute is "queued" too: a mark passes late."""
+
+    def __init__(self, *, seed, max_delay_s):
+        draw = random.Random(seed)
+        super().__init__(lambda: time.sleep(draw.uniform(0, max_delay_s)))
+
+    protect = Copies.protect
 
 
 @contextmanager
-def late_copies(*, max_delay_s=0.004, honest=True):
-    copies = LateCopies(seed=0, max_delay_s=max_delay_s, honest=honest)
+def late_copies(*, max_delay_s=0.004):
+    copies = LateCopies(seed=0, max_delay_s=max_delay_s)
     try:
         yield copies
     finally:
         copies.close()
 
 
-class HeldMark:
+class HeldMark(LateMark):
     """Passed when its copy was let through."""
 
     def __init__(self):
-        self.passed, self.asked = threading.Event(), threading.Event()
-        self.stream = self  # none stands for another
+        super().__init__(stream=self)  # none stands for another
+        self.asked = threading.Event()
         self.error = None
 
     def synchronize(self):
@@ -108,21 +145,13 @@ class HeldMark:
         if self.error is not None:
             raise self.error
 
-    def query(self):
-        return self.passed.is_set()
 
-    def again(self):
-        return self
-
-
-class HeldCopies:
+class HeldCopies(Copies):
     """Copies that run, in the order of queuing, when the test says so. Work on the compute stream is done at once.
 
     ``queued`` counts copies; ``fail`` maps the number of a copy to what its queuing raises, ``fail_late`` to what
     waiting for it raises.
     """
-
-    is_asynchronous = True
 
     def __init__(self, *, held=True):
         self.held = held
@@ -138,13 +167,7 @@ class HeldCopies:
         mark.passed.set()
         return mark
 
-    def copy_out(self, host, device, after):
-        return self._copy("out", host, device)
-
-    def copy_in(self, device, host, after):
-        return self._copy("in", device, host)
-
-    def _copy(self, direction, target, source):
+    def _copy(self, direction, target, source, after):
         mark = HeldMark()
         with self._changed:
             number = self.num_queued
@@ -177,87 +200,8 @@ class HeldCopies:
         self.held = False
         self.let_through(len(self._waiting))
 
-    def wait_on_current_stream(self, mark):
-        mark.synchronize()
 
-    def is_capturing(self):
-        return False
-
-    def protect(self, tensor):
-        assert tensor.device.type == "cpu"
-
-
-class SeveralStreams:
-    """Streams that the test switches between by name: each is a thread that does its work in order.
-
-    ``protected`` has every tensor that somebody said to use, with the stream that it was said on. ``work`` queues what
-    a kernel would do.
-    """
-
-    is_asynchronous = True
-
-    def __init__(self):
-        self.current = "main"
-        self.is_recording = False
-        self.protected = []
-        self._streams = {}
-
-    def work(self, action, stream=None):
-        name = stream or self.current
-        mark = LateMark(honest=True, again=lambda: self.work(lambda: None, name))
-
-        def run():
-            action()
-            mark.passed.set()
-
-        if name not in self._streams:
-            self._streams[name] = _stream(name)
-        self._streams[name].put(run)
-        return mark
-
-    def close(self):
-        for work in self._streams.values():
-            work.put(None)
-
-    def mark(self):
-        return self.work(lambda: None)
-
-    def copy_out(self, host, device, after):
-        return self._copy("out", host, device, after)
-
-    def copy_in(self, device, host, after):
-        return self._copy("in", device, host, after)
-
-    def _copy(self, stream, target, source, after):
-        def copy():
-            after.passed.wait()
-            target.copy_(source)
-
-        return self.work(copy, stream)
-
-    def wait_on_current_stream(self, mark):
-        mark.synchronize()
-
-    def is_capturing(self):
-        return self.is_recording
-
-    def protect(self, tensor):
-        self.protected.append((self.current, tensor.untyped_storage().data_ptr()))
-
-
-class StreamOfThread(SeveralStreams):
-    """The test's thread has its own stream, as under ``torch.cuda.stream``; all others are on the default one."""
-
-    def __init__(self):
-        super().__init__()
-        self._thread = threading.get_ident()
-
-    def mark(self):
-        is_here = threading.get_ident() == self._thread
-        return self.work(lambda: None, self.current if is_here else "default")
-
-
-def _stream(name, before=int):
+def _stream(name, before):
     work = queue.SimpleQueue()
 
     def run():

@@ -11,35 +11,37 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.nn import functional
 
-from lightning_ssd import HardwareProfile, OffloadPolicy
 from lightning_ssd.strategies.fabric import SSDOffloadFabricStrategy
 from recipes.determinism import settle_first_calls
+from tests.support.trainers import offload_strategy
 
 VOCABULARY, WINDOW, WIDTH = 50, 16, 32
 
 
 class Block(nn.Module):
-    def __init__(self):
+    """Of a transformer."""
+
+    def __init__(self, width=WIDTH):
         super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
 
     def forward(self, x):
-        q, k, v = self.qkv(self.first(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.first(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp(self.second(x))
 
 
 class Gpt(nn.Module):
-    """Tied weights, dropout, two blocks."""
+    """Tied weights, dropout, a few blocks."""
 
-    def __init__(self):
+    def __init__(self, width=WIDTH, window=WINDOW, *, make_block=Block, num_blocks=2):
         super().__init__()
-        self.embed, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(WINDOW, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embed, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(window, width)
+        self.blocks = nn.ModuleList(make_block(width) for _ in range(num_blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens):
@@ -81,9 +83,8 @@ def loss_of(logits, tokens):
 
 def ours(directory, *, activations="offload", states="offload", **more):
     """Everything moves; works where the temporary directory is in memory, too."""
-    policy = OffloadPolicy(activations=activations, optimizer_states=states, min_tensor_bytes=0)
-    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
-    return SSDOffloadFabricStrategy(policy=policy, hardware=hardware, **more)
+    policy = {"activations": activations, "optimizer_states": states, "min_tensor_bytes": 0}
+    return offload_strategy(directory, SSDOffloadFabricStrategy, **policy, **more)
 
 
 def make_fabric(strategy, **settings):

@@ -134,23 +134,19 @@ def offloaded(inner, *directories, **kwargs):
 
 
 def store_of(optimizer):
-    assert isinstance(optimizer, OffloadedOptimizer)
     return optimizer._states.store
 
 
 def files_of(optimizer):
-    assert isinstance(optimizer, OffloadedOptimizer)
     return optimizer._states.files
 
 
 def partition_of(optimizer):
-    assert isinstance(optimizer, OffloadedOptimizer)
     return optimizer._states.partition
 
 
 def lent_of(optimizer):
     """By parameter, what is in memory because somebody holds it."""
-    assert isinstance(optimizer, OffloadedOptimizer)
     return optimizer._states.lent
 
 

@@ -17,13 +17,7 @@ def pairwise(names, *axes, indirect=()):
 
 
 def each_once(names, *axes, indirect=()):
-    """Return what does the same, where each value is to be in one default test at least, whatever it meets there.
-
-    Args:
-        names: of the arguments, separated by commas.
-        axes: the values of each argument.
-        indirect: the arguments that are parameters of fixtures.
-    """
+    """Return what does the same, where each value is to be in one default test at least, whatever it meets there."""
     lists = [list(axis) for axis in axes]
     chosen = {tuple(turn % len(axis) for axis in lists) for turn in range(max(map(len, lists)))}
     return pytest.mark.parametrize(names, list(_params(lists, chosen)), indirect=list(indirect))

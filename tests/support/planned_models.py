@@ -1,7 +1,5 @@
 """What ``lightning-ssd plan --model tests.support.planned_models:NAME`` is tried with."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -10,7 +8,7 @@ NUM_BLOCKS = 6
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
 
@@ -21,7 +19,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Plain PyTorch, with a batch of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
 
@@ -37,7 +35,7 @@ class Net(nn.Module):
 class Adapted(Net):
     """Only its biases are trained."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.endswith("bias"))
@@ -60,7 +58,7 @@ def no_model():
 class TakesPairs(nn.Module):
     """A model of tokens; its ``training_step`` takes what most data sets give."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(100, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))

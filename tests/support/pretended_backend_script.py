@@ -18,9 +18,7 @@ import torch
 import lightning_ssd._assembly
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.memory.pools import ReloadPool
-from lightning_ssd.optimizer.store.buffers import BufferPool
-from lightning_ssd.tiers import copy_paths
-from lightning_ssd.tiers.copy_paths import HostMover, StagedMover
+from lightning_ssd.tiers.copy_paths import HostMover
 from lightning_ssd.tiers.streams import StreamCopies, _EventMark
 from tests.parity.models import FAMILIES
 from tests.parity.test_cuda import Place, Task, run
@@ -119,26 +117,6 @@ def host_mover(patch):
     patch.setattr(lightning_ssd._assembly, "StagedMover", type("StagedMover", (HostMover,), {"__init__": init}))
 
 
-def host_checksum(patch):
-    """What is to be written is summed where it is."""
-    store = StagedMover.store
-
-    def summed(mover, piece, *, check):
-        copy_paths.checksum(piece.memory)
-        return store(mover, piece, check=check)
-
-    patch.setattr(StagedMover, "store", summed)
-
-
-def host_write(patch):
-    """The file is given the tensor itself; the system call fails, so that no tensor leaves memory."""
-
-    def store(mover, piece, *, check):
-        mover._backend.write(piece.arena, piece.memory, piece.offset)
-
-    patch.setattr(StagedMover, "store", store)
-
-
 def no_wait_before_copies(patch):
     """Copies begin whenever they like."""
     copy = StreamCopies._copy
@@ -149,30 +127,7 @@ def no_wait_before_copies(patch):
     patch.setattr(StreamCopies, "_copy", at_once)
 
 
-def no_wait_for_copies(patch):
-    """The stream that trains goes on before its bytes are there."""
-    patch.setattr(StreamCopies, "wait_on_current_stream", lambda copies, mark: None)
-
-
-def no_wait_of_workers(patch):
-    """A mark that has been queued counts as passed."""
-    patch.setattr(_EventMark, "synchronize", lambda mark: None)
-
-
-def no_protection_of_slots(patch):
-    """PyTorch's allocator is not told who uses states that a worker has allocated memory for."""
-    patch.setattr(BufferPool, "used_here", lambda slots, storage: None)
-
-
-MISTAKES = {
-    "host-mover": ("offload", host_mover),
-    "host-checksum": ("offload", host_checksum),
-    "host-write": ("offload", host_write),
-    "no-wait-before-copies": ("offload", no_wait_before_copies),
-    "no-wait-for-copies": ("offload", no_wait_for_copies),
-    "no-wait-of-workers": ("offload", no_wait_of_workers),
-    "no-protection-of-slots": ("side-stream", no_protection_of_slots),
-}
+MISTAKES = {"host-mover": host_mover, "no-wait-before-copies": no_wait_before_copies}
 
 
 def main(directory, names):
@@ -208,10 +163,9 @@ def _run(name, directory, device, patch):
         )
         assert_parity(training, directory, setups=[Setup(verify="full")], device=NAME, **there)
         return
-    program, make_mistake = MISTAKES.get(name, (name, None))
-    if make_mistake is not None:
-        make_mistake(patch)
-    PROGRAMS[program](directory, device)
+    if name in MISTAKES:
+        MISTAKES[name](patch)
+    PROGRAMS["offload" if name in MISTAKES else name](directory, device)
 
 
 if __name__ == "__main__":

@@ -100,9 +100,6 @@ def poison_what_is_freed(patch, device):
         device.launched([], [copy_paths.storage_bytes(storage, 0, nbytes)])
         return storage
 
-    def give_back_slot(slots, storage):
-        device.given_back(storage)
-
     def checked(region):
         device.host_used(region, what="a checksum was computed", is_write=False)
         return checksum(region)
@@ -110,7 +107,7 @@ def poison_what_is_freed(patch, device):
     _around(patch, StagingPool, "_give_back", give_back_staging)
     _around(patch, HostArena, "free", free_host)
     patch.setattr(BufferPool, "take", take_slot)
-    _around(patch, BufferPool, "give_back", give_back_slot)
+    _around(patch, BufferPool, "give_back", lambda slots, storage: device.given_back(storage))
     patch.setattr(copy_paths, "checksum", checked)
 
 
@@ -223,22 +220,20 @@ class WatchedBackend(WrappedBackend):
         super().__init__(inner)
         self._device = device
 
+    def _tell(self, region, what, *, is_write):
+        self._device.host_used(region, what=what, is_write=is_write)
+
     def write(self, arena, region, offset):
-        self._device.host_used(region, what="the file got a buffer", is_write=False)
+        self._tell(region, "the file got a buffer", is_write=False)
         self.inner.write(arena, region, offset)
 
     def read(self, arena, region, offset):
-        self._device.host_used(region, what="a read filled a buffer", is_write=True)
+        self._tell(region, "a read filled a buffer", is_write=True)
         self.inner.read(arena, region, offset)
 
 
 class DriveOfDevice(WatchedBackend):
     """A drive that reads and fills memory of the device by itself."""
 
-    def write(self, arena, region, offset):
-        self._device.reached_by_drive(region, is_write=False)
-        self.inner.write(arena, region, offset)
-
-    def read(self, arena, region, offset):
-        self._device.reached_by_drive(region, is_write=True)
-        self.inner.read(arena, region, offset)
+    def _tell(self, region, what, *, is_write):
+        self._device.reached_by_drive(region, is_write=is_write)

@@ -1,25 +1,22 @@
 """What the pretended device is to know of weights that leave and come back."""
 
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
 from lightning_ssd.common.tensors import Region, StorageKey
-from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.parameters.guard.guard_patches import guard_patches
-from tests.support.pretended import PretendedDevice, _Memory, poison
+from tests.support.pretended import PretendedDevice, _join, _Memory, poison
 
 
 @contextmanager
 def weights_of(device):
-    """While it is entered, ``resize_`` of a storage gives memory back to the stream that it was taken on, as CUDA's
-    allocator does, and takes other memory on the current stream.
+    """Within ``pretended_device``: ``resize_`` of a storage gives memory back to the stream that it was taken on, as
+    CUDA's allocator does, and takes other memory on the current stream.
     """
     with pytest.MonkeyPatch.context() as patch:
         _follow_resizes(patch, device)
-        _learn_of_writes(patch, device)
         _tell_of_streams(patch)
         yield
 
@@ -54,12 +51,9 @@ def _given_back(device, storage):
     with device._changed:
         memory = device._memory(storage)
         clock = dict(device._clock(memory.stream))
-        for known in (device._seen, device._host):
-            for stream, position in known.items():
-                clock[stream] = max(clock.get(stream, 0), position)
-        for stream in (memory.stream, *memory.protected):  # the allocator has events of these
-            for other, position in device._clock(stream).items():
-                clock[other] = max(clock.get(other, 0), position)
+        allocators = (device._clock(stream) for stream in (memory.stream, *memory.protected))  # it has events of these
+        for known in (device._seen, device._host, *allocators):
+            _join(clock, known)
         for stream, position in [memory.written, *memory.reads.items()]:
             if clock.get(stream, 0) < position:
                 device._fault(f"memory of {memory.stream} was given back while {stream} uses it")
@@ -79,20 +73,3 @@ def _taken(device, storage):
             StorageKey(storage), Region.of(storage), stream, (stream, device._clock(stream)[stream])
         )
     poison(Region.of(storage))
-
-
-def _learn_of_writes(patch, device):
-    """Who sends a weight out knows what the worker knew that has written it, and told so under a lock."""
-    written, send_out = DeviceMemory.written, DeviceMemory.send_out
-    told = WeakKeyDictionary()
-
-    def written_and_told(memory, *args):
-        told[memory] = device.knowledge()
-        written(memory, *args)
-
-    def learn_and_send_out(memory):
-        device.learn(told.get(memory, {}))
-        return send_out(memory)
-
-    patch.setattr(DeviceMemory, "written", written_and_told)
-    patch.setattr(DeviceMemory, "send_out", learn_and_send_out)

@@ -1,9 +1,7 @@
 """Folders as `transformers` saves models, so small that a test writes and trains them in a second."""
 
-from __future__ import annotations
-
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 __all__ = ["save_tiny"]
 
@@ -13,7 +11,6 @@ VOCABULARY, WINDOW, WIDTH, NUM_LAYERS = 512, 64, 64, 3
 def save_tiny(kind, folder, *, dtype=torch.float32, max_shard_size="10GB"):
     """Save a "gpt2" (whose head is its embedding) or a "llama" (whose head is its own) with random weights."""
     torch.manual_seed(7)
-    network: PreTrainedModel
     if kind == "gpt2":
         sizes = {"n_positions": WINDOW, "n_embd": WIDTH, "n_layer": NUM_LAYERS, "n_head": 2}
         network = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=1, **sizes))

@@ -39,7 +39,6 @@ def frozen_changed_at(offloader):
     ``dirtied_bytes`` counts a page of anything that this process writes; a file's own time tells of that file alone.
     """
     files = offloader._parts.parameters.files
-    assert files is not None
     files.sync()  # writing through a mapping sets the time only where the page has been clean
     return [os.fstat(arena.fd).st_mtime_ns for arena in files._still]
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -19,19 +20,23 @@ sys.modules["lightning_ssd"].__path__ = [{str(ROOT / "lightning_ssd")!r}]
 _OUTSIDE = ("MASTER_", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "PL_", "LT_")
 
 
-def run_script(module, *arguments, begin=(sys.executable,)):
-    """Run a module that has to succeed; a process that waits for another for ever fails the test."""
-    done = subprocess.run(
-        [*begin, "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith(_OUTSIDE)}
-        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+def run(*command, **options):
+    """Run a command that has to succeed, and give what it says; one that waits for ever fails the test."""
+    done = subprocess.run([*command], capture_output=True, text=True, timeout=PATIENCE_S, check=False, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done
+
+
+def run_python(code, *arguments, begin=(sys.executable, "-W", "ignore"), **options):
+    """Run code in an interpreter of its own, as it is written in a test; give its output."""
+    return run(*begin, "-c", textwrap.dedent(code), *arguments, **options).stdout
+
+
+def run_script(module, *arguments, begin=(sys.executable,)):
+    """Run a module of several processes, which may wait for each other."""
+    inside = {name: value for name, value in os.environ.items() if not name.startswith(_OUTSIDE)}
+    env = inside | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return run(*begin, "-m", module, *arguments, cwd=ROOT, env=env)
 
 
 def assert_scenarios(directory, begin, script, *names, num=2):

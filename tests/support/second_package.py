@@ -15,7 +15,7 @@ from lightning_ssd._both_packages import IMPORTS, SecondFinder
 _NAME = "over_pytorch_lightning"
 _SHARED = (
     *("parity.lightning_pairs", "parity.lightning_nets"),
-    *("support.trainers", "support.loops", "support.fsdp_script"),
+    *("support.trainers", "support.loggers", "support.loops", "support.fsdp_script"),
 )
 """What they import of ours that imports Lightning."""
 _IMPORTS = {

@@ -61,7 +61,6 @@ def put(store, index, value, *, keep=False):
 def assert_holds(store, index, value):
     """Looks at it and gives it back unchanged."""
     storage = store.take(index)
-    assert storage is not None
     assert bool((whole(storage) == value).all()), f"subgroup {index}"
     store.give(index, storage, is_dirty=False, keep=False)
 
