@@ -57,9 +57,11 @@ def test_where_there_are_no_graphs(monkeypatch):
     assert not GraphMemory(CUDA).holds(64), "none has run yet"
 
 
-def test_another_word_of_the_compilers_keeps_everything(monkeypatch):
+def test_another_word_of_the_compilers_keeps_everything_and_wants_no_hooks(monkeypatch):
     trees(monkeypatch, object())
     assert GraphMemory(CUDA).holds(64)
+    monkeypatch.setattr(sys.modules["torch._inductor.cudagraph_trees"], "get_manager", lambda *_, **__: object())
+    assert GraphMemory(CUDA).wants_no_hooks
 
 
 def test_the_word_is_still_the_compilers():
@@ -97,13 +99,6 @@ def test_graphs_that_train_want_no_hooks(monkeypatch):
     assert memory.wants_no_hooks
     assert not GraphMemory(torch.device("cuda", 0)).wants_no_hooks, "another device's"
     assert not GraphMemory(torch.device("cpu")).wants_no_hooks
-
-
-def test_another_word_of_the_compilers_wants_none_either(monkeypatch):
-    monkeypatch.setitem(
-        sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=lambda *_, **__: object())
-    )
-    assert GraphMemory(CUDA).wants_no_hooks
 
 
 def test_a_node_of_graphs_is_not_held(monkeypatch):

@@ -6,9 +6,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.tensors import StorageKey
 from tests.support.late import SeveralStreams
+from tests.support.opened import offloader_in
 
 
 class _Stopped(SeveralStreams):
@@ -24,10 +24,9 @@ class _Stopped(SeveralStreams):
 
 @pytest.fixture
 def offloader(tmp_path):
-    policy = OffloadPolicy(activations="offload", min_tensor_bytes=1)
     copies = _Stopped()
-    opened = Offloader(policy=policy, hardware=HardwareProfile(paths=[tmp_path], host_memory=0), _copies=copies)
-    with opened:
+    settings = {"activations": "offload", "min_tensor_bytes": 1, "host_memory": 0}
+    with offloader_in(tmp_path, **settings, _copies=copies) as opened:
         yield opened
         copies.may_go_on.set()
     copies.close()
@@ -122,27 +121,15 @@ def test_the_end_of_one_backward_leaves_another_one_alone(offloader):
     assert torch.equal(batch, expected)
 
 
-class ReturnsWhatItSaved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight, x):
-        ctx.save_for_backward(x)
-        return (weight * x).sum()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.saved_tensors[0], None
-
-
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 @pytest.mark.parametrize("min_tensor_bytes", [1, 1 << 30])
 def test_two_leaves_get_gradients_of_their_own_from_one_intermediate_result(activations, min_tensor_bytes, tmp_path):
     """Autograd makes a tensor of its own from what a hook returns for it, and takes that for a leaf's gradient."""
-    policy = OffloadPolicy(activations=activations, min_tensor_bytes=min_tensor_bytes)
     first, second = (torch.zeros(4096, requires_grad=True) for _ in range(2))
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=[tmp_path])) as offloader:
+    with offloader_in(tmp_path, activations=activations, min_tensor_bytes=min_tensor_bytes) as offloader:
         with offloader.saved_tensors():
             x = torch.arange(4096.0).requires_grad_() * 1
-            loss = ReturnsWhatItSaved.apply(first, x) + ReturnsWhatItSaved.apply(second, x)
+            loss = _GivesSaved.apply(first, x) + _GivesSaved.apply(second, x)
         loss.backward()
         offloader.end_backward()
     assert first.grad.data_ptr() not in (second.grad.data_ptr(), x.data_ptr())

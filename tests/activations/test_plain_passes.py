@@ -1,30 +1,27 @@
 """A pass that keeps everything, and of which nothing could be learnt, runs without hooks: as plain PyTorch does."""
 
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, _assembly
+from lightning_ssd import _assembly
 from lightning_ssd.activations import live_passes, tensor_cache
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.planning.plan import Machine, TierRates
 from tests.support.helpers import meaning_of
+from tests.support.opened import offloader_in
+from tests.support.sines import gradient_of_sines, sines
 
 NBYTES = 64 * 64 * 4
 NO_DRIVE = Machine()
 FAST = Machine(ssd=TierRates(write_bytes_per_s=1e15, read_bytes_per_s=1e15))
 
 
-@contextmanager
 def offloader(directory, activations="keep", **policy):
-    constraints = OffloadPolicy(activations=activations, min_tensor_bytes=0, **policy)
-    with Offloader(
-        policy=constraints, hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
-    ) as opened:
-        yield opened
+    return offloader_in(directory, activations=activations, min_tensor_bytes=0, **policy)
 
 
 @pytest.fixture(autouse=True)
@@ -41,25 +38,16 @@ def leaf(side=64):
     return torch.rand(side, side, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-def program(x, length, between=lambda: None):
-    y = x * 1
-    for _ in range(length):
-        y = y.sin()
-        between()
-    return y.sum()
-
-
 def step(opened, signature="kind", *, length=4, side=64, between=lambda: None):
     """Returns whether it had hooks; its gradient is that of plain PyTorch."""
-    x, plain = leaf(side), leaf(side)
+    x = leaf(side)
     with opened.saved_tensors(signature=signature):
         hooked = has_hooks()
-        loss = program(x, length, between)
+        loss = sines(x, length, between).sum()
     loss.backward()
     opened.end_backward()
     opened.wait_for_plan()
-    program(plain, length).backward()
-    assert torch.equal(x.grad, plain.grad)
+    assert torch.equal(x.grad, gradient_of_sines(x, length))
     return hooked
 
 
@@ -100,9 +88,7 @@ def test_without_a_signature_nobody_knows_what_is_alike(tmp_path):
 
 @pytest.mark.parametrize("activations", ["keep", "auto"])
 def test_where_nothing_is_large_nothing_is_looked_at(activations, tmp_path):
-    constraints = OffloadPolicy(activations=activations)
-    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
-    with Offloader(policy=constraints, hardware=hardware) as opened:
+    with offloader_in(tmp_path, activations=activations) as opened:
         assert [step(opened) for _ in range(4)] == [True, False, False, False]
 
 
@@ -221,7 +207,7 @@ def test_a_forward_that_saved_nothing_by_chance_teaches_nothing(how, activations
                 if how == "raises":
                     raise ZeroDivisionError
                 with torch.no_grad():
-                    program(leaf(), 4)
+                    sines(leaf(), 4)
             opened.end_backward()
         assert step(opened)
 
@@ -238,7 +224,7 @@ def test_memory_is_asked_for_while_a_pass_without_hooks_is_alive(tmp_path, monke
             free[0] = room
             with opened.saved_tensors(signature="kind"):
                 hooked.append(has_hooks())
-                losses.append(program(leaf(), 4))
+                losses.append(sines(leaf(), 4).sum())
         assert hooked == [False, False, True]
         sum(losses).backward()
         opened.end_backward()
@@ -250,9 +236,9 @@ def test_a_context_is_good_for_one_pass(activations, tmp_path):
         for _ in range(2):  # the second one without tensor_cache, where everything is kept
             context = opened.saved_tensors(signature="kind")
             with context:
-                loss = program(leaf(), 4)
+                loss = sines(leaf(), 4).sum()
             with context:  # two forwards of one pass
-                loss = loss + program(leaf(), 4)
+                loss = loss + sines(leaf(), 4).sum()
             loss.backward()
             opened.end_backward()
             with pytest.raises(RuntimeError, match="entered before"), context:

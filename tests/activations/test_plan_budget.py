@@ -9,13 +9,12 @@ import pytest
 
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.errors import BudgetError, OffloaderClosedError
-from lightning_ssd.storage.backend import WrappedBackend
+from lightning_ssd.storage.spill_file import Arena
 from lightning_ssd.tiers.copy_paths import HostMover
 from tests.parity.models import floats
 from tests.support.faults import always, eio, enospc
 from tests.support.helpers import (
     AUTO,
-    PLANNED,
     Raised,
     Session,
     Setup,
@@ -300,28 +299,22 @@ def test_without_a_budget_no_pack_waits(tmp_path, monkeypatch):
     assert written[-1] - written[-7] <= saved / 24 * 6 / 4
 
 
-class FullBackend(WrappedBackend):
-    def __init__(self, inner, full):
-        super().__init__(inner)
-        self._full = full
-
-    def open_arena(self, directory):
-        arena = super().open_arena(directory)
-        if directory in self._full:
-            arena._preallocate = lambda nbytes: False
-        return arena
-
-
-def test_a_budget_on_a_full_drive_blames_the_drive(tmp_path):
-    setup = Setup(activations="auto", activation_budget=100_000, drained=False, settled=True)
-    full = {"_wrap_backend": lambda inner: FullBackend(inner, [tmp_path])}
-    with open_offloader(tmp_path, setup, **full) as offloader:
+@pytest.mark.parametrize("budget", [100_000, None])
+def test_a_run_on_a_full_drive_says_why_nothing_moves_and_a_budget_blames_the_drive(budget, tmp_path, monkeypatch):
+    setup = Setup(activations="auto", activation_budget=budget, max_slowdown=50.0, settled=True)
+    monkeypatch.setattr(Arena, "_preallocate", lambda self, nbytes: False)
+    with open_offloader(tmp_path, setup) as offloader:
         # Also of the writes of the first pass, which has no plan.
         with pytest.warns(UserWarning, match="failed|measured") as caught:
-            got = outcome(trains(3), Session.of(offloader, setup))
+            got = outcome(trains(6), Session.of(offloader, setup))
         place = f"the directory {tmp_path} could not be measured "
         assert any(re.match(rf"{place}.*; nothing will be moved there\. Free space", str(w.message)) for w in caught)
         assert offloader.unusable is not None
+        assert f"{place}(the file system of" in offloader.unusable
+        assert offloader.stats.bytes_written == 0
+    if budget is None:
+        assert_identical(got, outcome(trains(6), Session()))
+        return
     assert isinstance(got, Raised)
     assert got.type == BudgetError.__name__
     assert "OffloadPolicy.activation_budget=100000 is too small" in got.text
@@ -332,15 +325,3 @@ def test_a_budget_on_a_full_drive_blames_the_drive(tmp_path):
         got.text,
     )
     assert got.text.count("Free space") == 1
-
-
-def test_a_run_on_a_full_drive_says_why_nothing_moves(tmp_path):
-    full = {"_wrap_backend": lambda inner: FullBackend(inner, [tmp_path])}
-    with open_offloader(tmp_path, PLANNED, **full) as offloader:
-        # Also of the writes of the first pass, which has no plan.
-        with pytest.warns(UserWarning, match="failed|measured") as caught:
-            assert_identical(outcome(trains(6), Session.of(offloader, PLANNED)), outcome(trains(6), Session()))
-        assert any("could not be measured" in str(w.message) for w in caught)
-        assert offloader.unusable is not None
-        assert f"the directory {tmp_path} could not be measured (the file system of" in offloader.unusable
-        assert offloader.stats.bytes_written == 0

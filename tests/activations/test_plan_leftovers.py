@@ -9,26 +9,25 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_ssd.scheduling import plan_maker
+from lightning_ssd.planning.planner import make_plan
 from tests.support.helpers import PLANNING, Session, Setup, assert_identical, assert_released, open_offloader, outcome
 from tests.support.patience import PATIENCE_S
 from tests.support.plan_trainings import MIDDLE_BYTES, loss_of, make_model, trains
+from tests.support.stored_plans import plan_by
 
 # -- nothing is left --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def planning_takes(seconds, monkeypatch):
-    make_plan, begun = plan_maker.make_plan, threading.Event()
+    begun = threading.Event()
 
     def slow(*args):
         begun.set()
         time.sleep(seconds)
         return make_plan(*args)
 
-    monkeypatch.setattr(plan_maker, "make_plan", slow)
-
-    monkeypatch.setattr(plan_maker, "make_plan_apart", slow)
+    plan_by(monkeypatch, slow)
     yield begun
     monkeypatch.undo()
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.planning import bandwidth
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.scheduling.scheduler import Scheduler
+from tests.activations.test_where_bytes_are import parts_of
 from tests.parity.models import floats
 from tests.support.faults import FaultyBackend
 from tests.support.helpers import (
@@ -26,6 +26,7 @@ from tests.support.helpers import (
     open_offloader,
     outcome,
 )
+from tests.support.opened import offloader_in
 from tests.support.plan_trainings import (
     BLOCKS,
     MIDDLE_BYTES,
@@ -38,6 +39,7 @@ from tests.support.plan_trainings import (
     make_model,
     trains,
 )
+from tests.support.sines import gradient_of_sines, sines
 
 SETUPS = (PLANNED, PLANNING, AUTO, Setup(activations="auto", activation_budget=MIDDLE_BYTES, drained=False))
 IDS = ["planned", "planning", "auto", "budget"]
@@ -249,24 +251,15 @@ def test_a_trace_that_is_asked_for_between_two_forwards_of_a_pass_waits(tmp_path
 
 def test_memory_falls_from_the_first_pass_on(tmp_path):
     """Without a plan whatever is large enough moves."""
-    x, plain, length = floats(0, ROWS, WIDTH).requires_grad_(), floats(0, ROWS, WIDTH).requires_grad_(), 10
+    x, length = floats(0, ROWS, WIDTH).requires_grad_(), 10
     with open_offloader(tmp_path, AUTO) as offloader:
         with offloader.saved_tensors():
-            y = x * 1
-            for _ in range(length):
-                y = y.sin()
-                offloader.flush()
-            loss = y.sum()
-        del y
+            loss = sines(x, length, offloader.flush).sum()
         assert offloader.stats.saved_peak_bytes == length * 4 * ROWS * WIDTH
         assert offloader.stats.resident_peak_bytes <= 2 * 4 * ROWS * WIDTH
         loss.backward()
         offloader.end_backward()
-    y = plain * 1
-    for _ in range(length):
-        y = y.sin()
-    y.sum().backward()
-    assert_identical(x.grad, plain.grad)
+    assert_identical(x.grad, gradient_of_sines(x, length))
 
 
 # -- the numbers, and the host tier -----------------------------------------------------------------------------------
@@ -303,9 +296,9 @@ def test_numbers_are_those_of_the_run(tmp_path):
     assert metrics["plan/predicted_stall_s"] >= 0
 
 
-def test_the_host_tier_takes_what_the_drive_cannot(tmp_path):
+def test_the_host_tier_takes_what_the_drive_cannot_and_is_told_apart(tmp_path):
     """On CPU it saves nothing and is off, but can be asked for."""
-    made = []
+    made, rows = [], []
 
     def wrap(backend):
         made.append(FaultyBackend(backend, delay_s=0.3))
@@ -315,20 +308,17 @@ def test_the_host_tier_takes_what_the_drive_cannot(tmp_path):
         x, seen = floats(0, ROWS, WIDTH).requires_grad_(), []
         for _ in range(10):
             with session.saved():
-                y = x * 1
-                for _ in range(30):
-                    y = y.sin()
-                loss = y.square().sum()
-            del y
+                loss = sines(x, 30).square().sum()
             loss.backward()
             session.end()
             seen.append(loss.detach())
+            if session.offloader is not None:
+                rows.append(session.offloader.drain_metrics())
         return seen, x.grad
 
-    policy = OffloadPolicy(activations="auto", min_tensor_bytes=0, activation_budget=SMALLEST)
-    hardware = HardwareProfile(paths=tmp_path, allow_unsuitable_paths=True, host_memory="8MiB")
     expected = outcome(program, Session())
-    with Offloader(policy=policy, hardware=hardware, _wrap_backend=wrap) as offloader:
+    settings = {"min_tensor_bytes": 0, "activation_budget": SMALLEST, "host_memory": "8MiB"}
+    with offloader_in(tmp_path, **settings, _wrap_backend=wrap) as offloader:
         machine = offloader.machine  # the probe of a drive that is slow
         assert machine.ssd.write_bytes_per_s < 100e6
         # What the run shows is not what is tested here, nor what a busy machine's probe of its memory does.
@@ -341,7 +331,11 @@ def test_the_host_tier_takes_what_the_drive_cannot(tmp_path):
         host = offloader._parts.tiers.host
         host.flush()
         assert host.used_bytes == 0
-        assert 0 < offloader.drain_metrics()["memory/host_tier_gib"] <= 8 / 1024
-        assert offloader.stats.bytes_host > 0
-        assert offloader.stats.resident_peak_bytes <= SMALLEST
-        assert offloader.stats.failures == 0
+        assert 0 < rows[-1]["memory/host_tier_gib"] <= 8 / 1024
+        stats = offloader.stats
+    assert stats.bytes_host > 0
+    assert stats.resident_peak_bytes <= SMALLEST
+    assert stats.failures == 0
+    parts = [parts_of(row)[:3] for row in rows]  # kept, in host memory, on the drive
+    assert all(sum(places) == stats.saved_peak_bytes and min(places) >= 0 for places in parts)
+    assert parts[-1][1] > 0

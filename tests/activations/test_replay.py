@@ -1,29 +1,23 @@
 """A pass of which it is known what stays: as exact as any other, wherever it turns out to be another pass."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations.kept_storage import KeptStorage, Share
-from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.tensor_cache import SavedWeight, TensorCache
 from lightning_ssd.scheduling.plan_cursor import NOTHING_KNOWN, PassProgram
-from lightning_ssd.tiers.base import ReadRequest
-from lightning_ssd.tiers.jobs import Read
 from lightning_ssd.tiers.ssd import SsdTier
-from tests.support.helpers import EAGER, KEEP, PLANNED, Setup, open_offloader, raw_bytes
+from tests.support.helpers import EAGER, KEEP, PLANNED, open_offloader, raw_bytes
+from tests.support.opened import offloader_in
 from tests.support.python_calls import calls_by_thread, python_calls
+from tests.support.sines import sines
+from tests.support.threads import at_once
+from tests.support.weight_loops import passed
 
 SIDE = 64
 NBYTES = SIDE * SIDE * 4
@@ -33,17 +27,17 @@ class Doubled(torch.autograd.Function):
     """Returns what it has saved as the gradient of a leaf."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+    def forward(ctx, x, saved):
         ctx.save_for_backward(saved)
         return x * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx, gradient):
         (saved,) = ctx.saved_tensors
         return saved, None
 
 
-OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+OPERATIONS = {
     "sine": torch.sin,
     "exponential": lambda y: (0.1 * y).exp(),
     "view": lambda y: y.view(-1).cos().view(SIDE, SIDE),
@@ -60,7 +54,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Each saves other storages than the others, or saves them in another way."""
 
 
-def train(names: list[str], context: Any) -> tuple[Tensor, Tensor]:
+def train(names, context):
     torch.manual_seed(0)
     x = torch.linspace(-1, 1, SIDE * SIDE).view(SIDE, SIDE).requires_grad_()
     with context:
@@ -74,24 +68,24 @@ def train(names: list[str], context: Any) -> tuple[Tensor, Tensor]:
     return first.detach(), x.grad
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one, other):
     return torch.equal(raw_bytes(one), raw_bytes(other))  # also where they are no numbers
 
 
 @pytest.fixture(scope="module")
-def offloader(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def offloader(tmp_path_factory):
     with open_offloader(tmp_path_factory.mktemp("replay"), EAGER) as opened:
         yield opened
 
 
-def sizes_of(offloader: Offloader) -> tuple[int, ...]:
+def sizes_of(offloader):
     latest = offloader._cache._passes.book.latest
     return latest.sizes
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_program_gives_the_same_bits_and_counts(offloader: Offloader, data: st.DataObject) -> None:
+def test_any_program_gives_the_same_bits_and_counts(offloader, data):
     """Also the program of another pass: what stays is a guess, and only the bytes that move depend on it."""
     names = data.draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=6))
     expected = train(names, nullcontext())
@@ -125,15 +119,13 @@ def test_any_program_gives_the_same_bits_and_counts(offloader: Offloader, data: 
     assert offloader.stats.resident_peak_bytes == 0
 
 
-def test_what_was_to_stay_stays_and_the_rest_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_to_stay_stays_and_the_rest_moves(tmp_path, monkeypatch):
     program = PassProgram((NBYTES,) * 6, bytes([1, 0, 1, 1, 0, 0]))
     monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
     with open_offloader(tmp_path, EAGER) as offloader:
         x = torch.rand(SIDE, SIDE).requires_grad_()
         with offloader.saved_tensors():
-            y = x * 1
-            for _ in range(6):
-                y = y.sin()
+            y = sines(x, 6)
         offloader.flush()
         stats = offloader.stats
         assert (stats.num_saved, stats.bytes_kept) == (6, 3 * NBYTES)
@@ -142,7 +134,7 @@ def test_what_was_to_stay_stays_and_the_rest_moves(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("moved", [0, 3])
-def test_few_calls_and_no_lock_for_what_stays(moved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_calls_and_no_lock_for_what_stays(moved, tmp_path, monkeypatch):
     """A full record takes 79 Python calls and 4 locks; with CUDA 127."""
     length = 20
     program = PassProgram((NBYTES,) * (length + 2), bytes([1] * (length + 2 - moved) + [0] * moved))
@@ -151,7 +143,7 @@ def test_few_calls_and_no_lock_for_what_stays(moved: int, tmp_path: Path, monkey
         locks = CountedLock(offloader._cache.accounting.lock)
         with offloader.saved_tensors():
             y = (torch.rand(SIDE, SIDE).requires_grad_() * 1).sin()
-            offloader._cache.accounting.lock = locks  # type: ignore[assignment]
+            offloader._cache.accounting.lock = locks
             try:
                 with python_calls() as calls:
                     for _ in range(length):
@@ -170,7 +162,7 @@ def test_few_calls_and_no_lock_for_what_stays(moved: int, tmp_path: Path, monkey
             assert len(calls) <= length + 2
 
 
-def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path, monkeypatch):
     """Before there were groups, 50 calls to pack, 65 to unpack, and a lock for each of several operations; before
     records were flat, 18 and 36."""
     length = 128
@@ -182,12 +174,12 @@ def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path: Path, monke
         locks = CountedLock(accounting.lock)
         tier = offloader._cache._tiers.ssd
 
-        def wait_for_reads(gradient: Tensor) -> None:
+        def wait_for_reads(gradient):
             tier._reads.wait_idle()
 
         jobs, read_all = list[int](), SsdTier.read_all
 
-        def noted(tier: SsdTier, requests: Sequence[ReadRequest], device: torch.device, *, urgent: bool) -> Read:
+        def noted(tier, requests, device, *, urgent):
             jobs.append(len(requests))
             return read_all(tier, requests, device, urgent=urgent)
 
@@ -196,7 +188,7 @@ def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path: Path, monke
             jobs.clear()
             with offloader.saved_tensors():
                 y = (torch.rand(SIDE, SIDE).requires_grad_() * 1).sin()
-                accounting.lock = locks if step == 2 else locks.lock  # type: ignore[assignment]
+                accounting.lock = locks if step == 2 else locks.lock
                 with python_calls() as packing:
                     for _ in range(length):
                         y = y.sin()
@@ -216,7 +208,7 @@ def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path: Path, monke
         assert len(jobs) <= 2 + length // 16, "one that is waited for, and the others in groups"
 
 
-def test_few_calls_of_workers_for_each_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_calls_of_workers_for_each_storage(tmp_path, monkeypatch):
     """32 and 59, or one more where workers meet; 65 and 75 where each storage of a group was told of by itself."""
     side, length = 160, 64
     program = PassProgram((side * side * 4,) * (length + 1), bytes(length + 1))
@@ -224,14 +216,12 @@ def test_few_calls_of_workers_for_each_storage(tmp_path: Path, monkeypatch: pyte
     with calls_by_thread() as calls, open_offloader(tmp_path, EAGER) as offloader:
         accounting = offloader._cache.accounting
         accounting.most_saved_bytes = 1 << 40  # so that 16 make a group
-        accounting.lock = locks = CountedLock(accounting.lock)  # type: ignore[assignment]
+        accounting.lock = locks = CountedLock(accounting.lock)
         for _ in range(3):
             calls.clear()
             locks.num_elsewhere = 0
             with offloader.saved_tensors():
-                y = torch.rand(side, side).requires_grad_() * 1
-                for _ in range(length):
-                    y = y.sin()
+                y = sines(torch.rand(side, side).requires_grad_(), length)
             offloader.flush()
             offloader._cache.budget.nbytes = 1 << 40
             y.backward(torch.ones_like(y))
@@ -246,7 +236,7 @@ def test_few_calls_of_workers_for_each_storage(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["view", "transposed", "parts", "twice", "dropout", "norm"])
-def test_what_moves_is_replayed_whatever_shows_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_moves_is_replayed_whatever_shows_it(name, tmp_path, monkeypatch):
     """Views, parts, transposed tensors, those over what leaves already, and what an operation may fill later."""
     names = [name] * 3
     expected, program = train(names, nullcontext()), NOTHING_KNOWN
@@ -266,10 +256,10 @@ def test_what_moves_is_replayed_whatever_shows_it(name: str, tmp_path: Path, mon
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_over_what_moves_stays(tmp_path: Path) -> None:
+def test_a_nested_tensor_over_what_moves_stays(tmp_path):
     """One of its parts has been saved before, and its storage leaves."""
 
-    def gradient(context: Any) -> Tensor:
+    def gradient(context):
         x = torch.linspace(-1, 1, SIDE * SIDE).view(SIDE, SIDE).requires_grad_()
         with context:
             y = torch.nested.as_nested_tensor([x[:20], x[20:]]) * 2
@@ -283,25 +273,25 @@ def test_a_nested_tensor_over_what_moves_stays(tmp_path: Path) -> None:
 
 
 class CountedLock:
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock):
         self.lock = lock
         self.num_taken = self.num_elsewhere = 0  # by this thread, by others
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         is_here = threading.current_thread() is threading.main_thread()
         self.lock.acquire()
         self.num_taken += is_here
         self.num_elsewhere += not is_here
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc):
         self.lock.release()
 
-    def locked(self) -> bool:
+    def locked(self):
         return self.lock.locked()
 
 
 @pytest.mark.parametrize("setup", [EAGER, PLANNED], ids=["by profile", "by plan"])
-def test_what_to_keep_is_worked_out_where_no_plan_tells(setup: Setup, tmp_path: Path) -> None:
+def test_what_to_keep_is_worked_out_where_no_plan_tells(setup, tmp_path):
     """For 300 storages it takes as long as ten of them take to be moved."""
     with open_offloader(tmp_path, setup) as offloader:
         x = torch.rand(SIDE, SIDE).requires_grad_()
@@ -318,12 +308,12 @@ def test_what_to_keep_is_worked_out_where_no_plan_tells(setup: Setup, tmp_path: 
         assert latest.sizes == (NBYTES,) * 2
 
 
-def test_an_interrupt_while_one_is_added_spoils_the_pass_and_nothing_else(tmp_path: Path) -> None:
+def test_an_interrupt_while_one_is_added_spoils_the_pass_and_nothing_else(tmp_path):
     with open_offloader(tmp_path, KEEP) as offloader:
         x = torch.rand(SIDE, SIDE).requires_grad_()
         interrupted = offloader.saved_tensors()
 
-        def forward() -> None:
+        def forward():
             with interrupted:
                 y = (x * 1).sin()
                 interrupted.packed_s = Interrupted(interrupted.packed_s)
@@ -333,20 +323,17 @@ def test_an_interrupt_while_one_is_added_spoils_the_pass_and_nothing_else(tmp_pa
             forward()
         assert interrupted.is_spoilt
         for _ in range(2):
-            with offloader.saved_tensors():
-                loss = (x * 1).sin().sum()
-            loss.backward()
-            offloader.end_backward()
+            passed(offloader, lambda: (x * 1).sin().sum())
         offloader.reset_peaks()
         assert offloader.stats.resident_peak_bytes == 0
 
 
 class Interrupted(list[float]):
-    def append(self, item: float) -> None:
+    def append(self, item):
         raise KeyboardInterrupt
 
 
-def test_another_pass_finds_what_a_replayed_one_keeps(tmp_path: Path) -> None:
+def test_another_pass_finds_what_a_replayed_one_keeps(tmp_path):
     """Both save one storage: it is counted once, and has one share."""
     with open_offloader(tmp_path, KEEP) as offloader:
         with offloader.saved_tensors():
@@ -361,7 +348,7 @@ def test_another_pass_finds_what_a_replayed_one_keeps(tmp_path: Path) -> None:
         (first + second).backward()
 
 
-def test_counts_are_right_within_a_pass(tmp_path: Path) -> None:
+def test_counts_are_right_within_a_pass(tmp_path):
     """What hooks have kept counts in the order in which it came and went, whoever asks."""
     with open_offloader(tmp_path, KEEP) as offloader:
         x = torch.rand(SIDE, SIDE).requires_grad_()
@@ -380,40 +367,35 @@ def test_counts_are_right_within_a_pass(tmp_path: Path) -> None:
         assert not offloader._cache.accounting.watched
 
 
-def test_one_pass_in_several_threads_counts_each_storage_once(tmp_path: Path) -> None:
+def test_one_pass_in_several_threads_counts_each_storage_once(tmp_path):
     with open_offloader(tmp_path, KEEP) as offloader:
         current = offloader.saved_tensors()
-        held: list[Tensor] = []
+        held = []
 
-        def forward() -> None:
+        def forward():
             with current:
                 for _ in range(200):
                     held.append((torch.rand(SIDE, SIDE).requires_grad_() * 1).sin())
 
-        threads = [threading.Thread(target=forward) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(*[forward] * 3)
         assert offloader.stats.num_saved == 600
         assert [record.index for record in current.records] == list(range(600))
 
 
-def test_a_frozen_weight_that_waits_is_not_kept_by_the_graph(tmp_path: Path) -> None:
+def test_a_frozen_weight_that_waits_is_not_kept_by_the_graph(tmp_path):
     """Also where the forward uses it detached: held by the graph it would stay in memory."""
     model = torch.nn.Linear(SIDE, SIDE, bias=False).requires_grad_(False)
-    policy = OffloadPolicy(activations="keep", parameters="offload", min_tensor_bytes=1)
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=[tmp_path])) as offloader:
+    with offloader_in(tmp_path, activations="keep", parameters="offload", min_tensor_bytes=1) as offloader:
         offloader.register_module(model)
-        packed: list[Any] = []
+        packed = []
         cache = offloader._cache
         pack = cache.pack
 
-        def note(current: SavedPass, tensor: Tensor, moves: bool = False) -> Any:
+        def note(current, tensor, moves=False):
             packed.append(pack(current, tensor, moves))
             return packed[-1]
 
-        cache.pack = note  # type: ignore[method-assign]
+        cache.pack = note
         with offloader.saved_tensors():
             y = torch.nn.functional.linear(torch.rand(4, SIDE).requires_grad_() * 1, model.weight.detach())
         assert any(isinstance(one, SavedWeight) for one in packed)

@@ -1,12 +1,15 @@
 """Python does not fill memory with what a device has yet to compute; where writes pile up, forward waits for room."""
 
+from contextlib import closing
+
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import run_ahead, tensor_cache
 from lightning_ssd.activations.run_ahead import RunAhead
 from tests.support.late import LateCopies, LateMark, late_copies
+from tests.support.opened import offloader_in
+from tests.support.weight_loops import passed, same
 
 MIB = 1 << 20
 NUM_LAYERS, WIDTH, BATCH = 12, 256, 512
@@ -46,8 +49,8 @@ class TestBound:
 class Counted(LateCopies):
     """Knows how many bytes of saved tensors the compute stream still had to compute when the next one was saved."""
 
-    def __init__(self, *, max_delay_s=0.004):
-        super().__init__(seed=0, max_delay_s=max_delay_s)
+    def __init__(self):
+        super().__init__(seed=0, max_delay_s=0.004)
         self.made = []
         self.worst = 0
 
@@ -58,10 +61,9 @@ class Counted(LateCopies):
 
 
 @pytest.fixture
-def counted(request):
-    copies = Counted(max_delay_s=getattr(request, "param", 0.004))
-    yield copies
-    copies.close()
+def counted():
+    with closing(Counted()) as copies:
+        yield copies
 
 
 def network():
@@ -73,32 +75,20 @@ def gradients(offloader, steps=2):
     module, found = network(), []
     for step in range(steps):
         batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
-        if offloader is None:
-            loss = module(batch).square().sum()
-        else:
-            with offloader.saved_tensors():
-                loss = module(batch).square().sum()
-        loss.backward()
-        if offloader is not None:
-            offloader.end_backward()
+        passed(offloader, lambda batch=batch: module(batch).square().sum())
         found.append(batch.grad)
     return found
 
 
-def offloader(directory, copies, **policy):
-    return Offloader(
-        policy=OffloadPolicy(**({"activations": "offload", "min_tensor_bytes": 0} | policy)),
-        hardware=HardwareProfile(paths=directory, host_memory=0),
-        device="cpu",
-        _copies=copies,
-    )
+def offloader(directory, copies):
+    return offloader_in(directory, activations="offload", min_tensor_bytes=0, host_memory=0, _copies=copies)
 
 
 def test_saving_waits_for_the_device(spill_dir, counted, monkeypatch):
     monkeypatch.setattr(run_ahead, "_MIN_BYTES", 3 * SAVED)
     with offloader(spill_dir, counted) as opened:
         got = gradients(opened)
-    assert all(torch.equal(a, b) for a, b in zip(got, gradients(None), strict=True))
+    assert same(got, gradients(None))
     assert 1 <= counted.worst <= 6  # marks are made for reloads, too; without a bound it is all twelve
 
 
@@ -109,7 +99,7 @@ def test_what_moves_does_not_pile_up_beyond_the_memory_there_is(spill_dir, monke
     with late_copies(max_delay_s=FAR_BEHIND_S) as copies, offloader(spill_dir, copies) as opened:
         got = gradients(opened)
         peak_bytes = opened.stats.resident_peak_bytes
-    assert all(torch.equal(a, b) for a, b in zip(got, gradients(None), strict=True))
+    assert same(got, gradients(None))
     if room is None:
         assert peak_bytes > 8 * SAVED, "with nothing to wait for, this test could not fail"
     else:

@@ -1,14 +1,10 @@
 """Single transitions of one saved storage that no ordinary pass goes through in a fixed order."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,17 +12,14 @@ import torch
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.activations.saved_storage import Lease, SavedStorage, open_saved
+from lightning_ssd.activations.saved_storage import SavedStorage, open_saved
 from lightning_ssd.activations.storage_state import AWAY, READY, State
-from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.checksum import Sampler
-from lightning_ssd.tiers.copy_paths import HostMover
 from lightning_ssd.tiers.host import HostTier
-from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import HostCopies
 from tests.support.patience import PATIENCE_S
+from tests.support.ssd_tiers import ssd_tier
 from tests.support.threads import at_once
 
 
@@ -35,22 +28,22 @@ class _Stored:
     missing_nbytes = 0
     is_freed = False
 
-    def __init__(self, tier: object) -> None:
+    def __init__(self, tier):
         self.tier = tier
 
 
 class HooksThatKeepNothing:
-    def enter(self, current: SavedPass) -> None:
+    def enter(self, current):
         """Nobody counts."""
 
-    def leave(self, current: SavedPass) -> None:
+    def leave(self, current):
         """Nobody counts."""
 
-    def hooks_of(self, current: SavedPass) -> Any:
+    def hooks_of(self, current):
         return lambda tensor: None, lambda packed: None
 
 
-def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> SavedStorage:
+def record_of(tensor, cls=SavedStorage):
     storage, accounting = tensor.untyped_storage(), MemoryAccounting()
     home = SavedPass(HooksThatKeepNothing())
     LEASES.append(open_saved(accounting, home, cls(tensor), storage, storage.nbytes(), is_whole=True))
@@ -60,34 +53,38 @@ def record_of(tensor: torch.Tensor, cls: type[SavedStorage] = SavedStorage) -> S
     return record
 
 
-def begun(record: SavedStorage) -> torch.UntypedStorage | None:
+def queue(record, tier):
+    with record.accounting.lock:
+        SavedStorage.queue_writes([record], tier)
+
+
+def begun(record):
     return SavedStorage.all_begin([record])[0]
 
 
-def written(record: SavedStorage, stored: Any, error: BaseException | None) -> None:
+def written(record, stored, error):
     SavedStorage.all_written([(record, stored, error)])
 
 
-def came(record: SavedStorage, storage: torch.UntypedStorage | None, error: BaseException | None) -> None:
+def came(record, storage, error):
     SavedStorage.all_read([(record, storage, None, error)])
 
 
-LEASES: list[Lease] = []
+LEASES = []
 """What a graph would hold."""
 
 
 @pytest.fixture(autouse=True)
-def no_leases() -> Iterator[None]:
+def no_leases():
     yield
     LEASES.clear()
 
 
-def test_a_write_is_wanted_until_it_is_taken_back_or_nobody_can_ask_again() -> None:
+def test_a_write_is_wanted_until_it_is_taken_back_or_nobody_can_ask_again():
     for is_freed in (False, True):
         tensor, tier = torch.arange(16.0), _Roomy()
         record = record_of(tensor)
-        with record.accounting.lock:
-            SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
+        queue(record, tier)
         assert begun(record) is not None
         assert record.is_wanted()
         if is_freed:
@@ -113,8 +110,8 @@ class _Interrupted(SavedStorage):
     meanwhile: Callable[[], object] | None
 
     @property
-    def state(self) -> State:  # type: ignore[override]
-        value: State = SavedStorage.state.__get__(self)  # type: ignore[attr-defined]
+    def state(self):
+        value = SavedStorage.state.__get__(self)
         meanwhile = getattr(self, "meanwhile", None)
         if meanwhile is not None and self.accounting.lock.acquire(blocking=False):
             self.meanwhile = None
@@ -125,34 +122,33 @@ class _Interrupted(SavedStorage):
         return value
 
     @state.setter
-    def state(self, value: State) -> None:
-        SavedStorage.state.__set__(self, value)  # type: ignore[attr-defined]
+    def state(self, value):
+        SavedStorage.state.__set__(self, value)
 
 
 class _Roomy:
     name = "ssd"
     freed = 0
 
-    def write_all(self, requests: Sequence[object]) -> list[bool]:
+    def write_all(self, requests):
         return [True] * len(requests)
 
-    def read_all(self, *args: object, **kwargs: object) -> object:
+    def read_all(self, *args, **kwargs):
         return object()
 
-    def free_all(self, places: Sequence[object]) -> None:
+    def free_all(self, places):
         self.freed += len(places)
 
 
-def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
+def test_nobody_takes_a_storage_back_while_its_write_begins():
     """Else the worker would take the memory from whoever has just been given it."""
     tensor, tier = torch.arange(16.0), _Roomy()
     record = record_of(tensor, _Interrupted)
-    with record.accounting.lock:
-        SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
-    taken: list[bool] = []
-    record.meanwhile = lambda: taken.append(record.forward())  # type: ignore[attr-defined]
+    queue(record, tier)
+    taken = []
+    record.meanwhile = lambda: taken.append(record.forward())
     storage = begun(record)
-    record.meanwhile = None  # type: ignore[attr-defined]
+    record.meanwhile = None
     assert storage is not None
     assert record.state is State.WRITING
     if not taken:  # it had to wait for the lock, and comes now
@@ -166,11 +162,10 @@ def test_nobody_takes_a_storage_back_while_its_write_begins() -> None:
 
 
 @pytest.mark.parametrize("error", [None, OSError("gone")])
-def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error: OSError | None) -> None:
+def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error):
     """Else another storage would be written there, and read in its place."""
     record, tier = record_of(torch.arange(16.0)), _Roomy()
-    with record.accounting.lock:
-        SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
+    queue(record, tier)
     storage = begun(record)
     written(record, _Stored(tier), None)
     assert record.state in AWAY
@@ -183,18 +178,18 @@ def test_an_extent_that_is_read_is_free_when_the_read_has_ended(error: OSError |
     assert record.state is State.FREED
 
 
-def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier() -> None:
+def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier():
     """Its worker would begin the write that the other tier was asked for, and fill in where its own bytes are."""
 
     class Interrupted(_Roomy):
-        def write_all(self, requests: Sequence[object]) -> list[bool]:
+        def write_all(self, requests):
             raise KeyboardInterrupt
 
     record = record_of(torch.arange(16.0))
     with record.accounting.lock:
         assert record.can_be_evicted
         with pytest.raises(KeyboardInterrupt):
-            SavedStorage.queue_writes([record], Interrupted())  # type: ignore[arg-type]
+            SavedStorage.queue_writes([record], Interrupted())
         assert not record.can_be_evicted
     assert begun(record) is None
     written(record, None, None)
@@ -206,13 +201,13 @@ def test_what_an_interrupt_may_have_left_in_a_queue_goes_to_no_other_tier() -> N
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_state_alone_tells_what_there_is() -> None:
+def test_the_state_alone_tells_what_there_is():
     """Whatever happens in whatever order: a copy, a read under way, memory that counts."""
     for seed in range(40):
         check_random_events(seed)
 
 
-def check_random_events(seed: int) -> None:
+def check_random_events(seed):
     dice, tier = random.Random(seed), _Roomy()
     held = [torch.arange(16.0)]  # by somebody else, until he lets go
     record = record_of(held[0])
@@ -233,7 +228,7 @@ def check_random_events(seed: int) -> None:
         else:
             with accounting.lock:
                 if event == "send" and record.can_be_evicted:
-                    SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
+                    SavedStorage.queue_writes([record], tier)
                 elif event == "forward" and dice.random() < 0.3:
                     assert record.forward() is (record.state in READY)
                 elif event == "read" and record.state in AWAY:
@@ -257,23 +252,22 @@ def check_random_events(seed: int) -> None:
 # -- Ctrl-C while a lease dies -----------------------------------------------------------------------------------------
 
 
-def test_a_death_runs_no_python_and_is_noted_all_the_same() -> None:
+def test_a_death_runs_no_python_and_is_noted_all_the_same():
     """A ``KeyboardInterrupt`` in Python code that runs when something dies would be lost."""
     tier = _Roomy()
     record = record_of(torch.arange(16.0))
-    with record.accounting.lock:
-        SavedStorage.queue_writes([record], tier)  # type: ignore[arg-type]
+    queue(record, tier)
     assert begun(record) is not None
     written(record, _Stored(tier), None)
     assert record.state in AWAY
-    calls: list[object] = []
+    calls = []
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, arg: calls.append((event, frame.f_code.co_qualname)))
     try:
         del LEASES[0]
     finally:
         sys.setprofile(before)
-    assert [call for call in calls if call[0] == "call"] == []  # type: ignore[index]
+    assert [call for call in calls if call[0] == "call"] == []
     with record.accounting.lock:
         record.accounting.settle()
     assert record.state is State.FREED
@@ -281,7 +275,7 @@ def test_a_death_runs_no_python_and_is_noted_all_the_same() -> None:
     assert not record.accounting.watched
 
 
-def test_counts_are_right_again_after_an_interrupt() -> None:
+def test_counts_are_right_again_after_an_interrupt():
     record = record_of(torch.arange(16.0))
     accounting = record.accounting
     accounting.counters.resident_bytes, accounting.saved_bytes, accounting.ahead_bytes = 7, 8, 9
@@ -298,35 +292,33 @@ class _LostDevice:
 
     stream = None
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked, self.lost = threading.Event(), threading.Event()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.asked.set()
         assert self.lost.wait(PATIENCE_S)
         raise RuntimeError("injected: the device is lost")
 
 
 @pytest.fixture(params=["ssd", "host"])
-def tier(request: pytest.FixtureRequest, spill_dir: Path) -> Iterator[SsdTier | HostTier]:
+def tier(request, spill_dir):
     if request.param == "host":
         with closing(HostTier(1 << 20, HostCopies(), pin=False, events=EventLog())) as host:
             yield host
         return
-    with closing(PosixBackend([spill_dir])) as backend:
-        mover = HostMover(backend, ReloadPool(0))
-        with closing(SsdTier(backend, mover, [spill_dir], events=EventLog(), sampler=Sampler("off"))) as ssd:
-            yield ssd
+    with ssd_tier(PosixBackend([spill_dir]), spill_dir) as ssd:
+        yield ssd
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "forwarded", "freed"])
-def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: SsdTier | HostTier) -> None:
+def test_a_write_that_never_began_is_counted_down_once(meanwhile, tier):
     """By whoever takes it back, or by the worker; twice, and a budget would not wait for the next write."""
     tensor, mark = torch.arange(4096.0), _LostDevice()
     record = record_of(tensor)
     accounting = record.accounting
     with accounting.lock:
-        record.produced = mark  # type: ignore[assignment]
+        record.produced = mark
         SavedStorage.queue_writes([record], tier)
         assert len(accounting.writes) == 1
     assert mark.asked.wait(PATIENCE_S)
@@ -349,7 +341,7 @@ def test_a_write_that_never_began_is_counted_down_once(meanwhile: str, tier: Ssd
         assert len(accounting.writes) == 0
 
 
-def test_what_an_operation_may_still_fill_does_not_leave() -> None:
+def test_what_an_operation_may_still_fill_does_not_leave():
     record = record_of(torch.arange(16.0))
     record.home = SavedPass(HooksThatKeepNothing())
     with record.home:
@@ -362,7 +354,7 @@ def test_what_an_operation_may_still_fill_does_not_leave() -> None:
     assert record.can_be_evicted
 
 
-def check(is_so: bool) -> None:
+def check(is_so):
     assert is_so
 
 

@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from lightning_ssd import Offloader, OffloadPolicy
 from lightning_ssd.activations import tensor_cache
-from lightning_ssd.config import HardwareProfile
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.readings import level_bytes
 from tests.parity.models import Perceptrons
 from tests.support.helpers import AUTO, Session, assert_identical, assert_released, open_offloader, outcome
+from tests.support.opened import offloader_in
 from tests.support.plan_trainings import loss_of, trains
 
 MIB = 1 << 20
@@ -78,9 +77,9 @@ def train_with_adam(directory, budget):
     torch.manual_seed(3)
     model = Perceptrons(width=WIDTH, num_blocks=6)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    policy = OffloadPolicy(activations="auto" if budget else "keep", memory_budget=budget, min_tensor_bytes=4096)
+    settings = {"activations": "auto" if budget else "keep", "memory_budget": budget, "min_tensor_bytes": 4096}
     levels = []
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=[str(directory)])) as offloader:
+    with offloader_in(directory, **settings) as offloader:
         offloader.register_module(model)
         for step in range(5):
             with offloader.saved_tensors():

@@ -1,15 +1,17 @@
 """Training on several streams: whoever reads what a stream has queued waits for it, whichever stream he is on."""
 
 import time
+from contextlib import closing
 
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import tensor_cache as module_under_test
 from lightning_ssd.optimizer.store.buffers import BufferPool
 from lightning_ssd.planning.placement import Placement
 from tests.support.late import SeveralStreams
+from tests.support.opened import offloader_in
+from tests.support.weight_loops import passed
 
 NUM_ELEMENTS = 1 << 18
 NBYTES = 4 * NUM_ELEMENTS
@@ -18,17 +20,13 @@ LATE_S = 0.5
 
 @pytest.fixture
 def streams():
-    made = SeveralStreams()
-    yield made
-    made.close()
+    with closing(SeveralStreams()) as made:
+        yield made
 
 
 def offloader(directory, streams, **policy):
-    return Offloader(
-        policy=OffloadPolicy(**({"activations": "offload", "min_tensor_bytes": 4096} | policy)),
-        hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory=0),
-        _copies=streams,
-    )
+    settings = {"activations": "offload", "min_tensor_bytes": 4096, "host_memory": 0} | policy
+    return offloader_in(directory, **settings, _copies=streams)
 
 
 class Copied(torch.autograd.Function):
@@ -98,10 +96,7 @@ def test_a_graph_that_is_captured_asks_no_device(spill_dir, streams, monkeypatch
         monkeypatch.setattr(type(opened._opened()._clock), "has_passed", staticmethod(ask))
         streams.is_recording = True
         x = torch.ones(NUM_ELEMENTS, requires_grad=True)
-        with opened.saved_tensors():
-            loss = (x * x).exp().sum()
-        loss.backward()
-        opened.end_backward()
+        passed(opened, lambda: (x * x).exp().sum())
         assert opened.stats.bytes_saved == 0
         streams.is_recording = False
         with pytest.raises(AssertionError, match="asked"), opened.saved_tensors():

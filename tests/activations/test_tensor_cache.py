@@ -3,6 +3,7 @@
 import errno
 import gc
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.support.faults import FaultyBackend, always
 from tests.support.helpers import DRAINED, EAGER, KEEP, Setup, assert_released, open_offloader
 from tests.support.late import HeldCopies
 from tests.support.python_calls import python_calls
+from tests.support.sines import gradient_of_sines, sines
 
 SIDE = 128
 NBYTES = SIDE * SIDE * 4
@@ -31,7 +33,7 @@ def leaf(seed=0):
 
 def chain(offloader, x, *, length=10):
     with offloader.saved_tensors():
-        return chain_of_sines(x, length=length)
+        return sines(x, length).sum()
 
 
 @pytest.mark.parametrize("setup", [KEEP, EAGER])
@@ -128,9 +130,7 @@ def test_what_the_program_holds_is_told_once(holds, tmp_path):
 
 def test_writes_that_have_not_begun_are_cancelled(tmp_path):
     """Backward follows at once and the drive is slow: most is taken back from the queue, nothing is read."""
-    with open_offloader(
-        tmp_path, EAGER, _wrap_backend=lambda backend: FaultyBackend(backend, delay_s=0.25)
-    ) as offloader:
+    with open_offloader(tmp_path, EAGER, _wrap_backend=partial(FaultyBackend, delay_s=0.25)) as offloader:
         offloader._cache._tiers.ssd._chunk_bytes = NBYTES  # what begins together
         loss = chain(offloader, leaf())
         loss.backward()
@@ -171,10 +171,7 @@ def test_reads_run_ahead_of_backward(tmp_path):
         with lock:
             now -= 1
 
-    def wrap(backend):
-        return FaultyBackend(backend, fail_read=count)
-
-    with open_offloader(tmp_path, DRAINED, _wrap_backend=wrap) as offloader:
+    with open_offloader(tmp_path, DRAINED, _wrap_backend=partial(FaultyBackend, fail_read=count)) as offloader:
         loss = chain(offloader, leaf())
         offloader.flush()
         loss.backward()
@@ -207,7 +204,7 @@ def test_memory_that_writes_will_free_is_waited_for(returns, tmp_path, monkeypat
     def wait(index):
         assert may_write.wait(20)
 
-    with open_offloader(tmp_path, _copies=copies, _wrap_backend=lambda b: FaultyBackend(b, fail_write=wait)) as opened:
+    with open_offloader(tmp_path, _copies=copies, _wrap_backend=partial(FaultyBackend, fail_write=wait)) as opened:
         x, y = leaf(), leaf(1)
         loss = chain(opened, x)
         opened.flush()
@@ -226,21 +223,12 @@ def test_memory_that_writes_will_free_is_waited_for(returns, tmp_path, monkeypat
         threading.Timer(0.2, may_write.set).start()
         if returns:
             loss.backward()
-            assert torch.equal(x.grad, plain_gradient(leaf()))
+            assert torch.equal(x.grad, gradient_of_sines(x, 10))
         else:
             with pytest.raises(torch.OutOfMemoryError, match="injected"):
                 loss.backward()
             opened.abort()
         del loss, other
-
-
-def plain_gradient(x):
-    y = x * 1
-    for _ in range(10):
-        y = y.sin()
-    y.sum().backward()
-    assert x.grad is not None
-    return x.grad
 
 
 def test_retained_graphs_do_not_fill_memory(tmp_path):
@@ -293,9 +281,7 @@ def test_a_drive_that_has_no_memory_for_a_read_is_an_error_and_no_endless_try(tm
     def no_memory():
         return StorageError(errno.ENOMEM, "injected: the kernel has no memory for this read")
 
-    def wrap(backend):
-        return FaultyBackend(backend, fail_read=always(no_memory))
-
+    wrap = partial(FaultyBackend, fail_read=always(no_memory))
     with open_offloader(tmp_path, EAGER, _wrap_backend=wrap) as offloader:
         loss = chain(offloader, leaf())
         offloader.flush()
@@ -317,8 +303,7 @@ def test_a_worker_without_memory_leaves_it_to_who_waits(tmp_path, monkeypatch):
         return take(pool, *arguments)
 
     monkeypatch.setattr(ReloadPool, "take", refuse)
-    plain, x = leaf(), leaf()
-    chain_of_sines(plain).backward()
+    x = leaf()
     with open_offloader(tmp_path, EAGER) as offloader:
         loss = chain(offloader, x)
         offloader.flush()
@@ -326,14 +311,7 @@ def test_a_worker_without_memory_leaves_it_to_who_waits(tmp_path, monkeypatch):
         assert num_refused > 0
         assert offloader.stats.failures == 0
         assert offloader.stats.bytes_read > 0
-    assert torch.equal(x.grad, plain.grad)
-
-
-def chain_of_sines(x, *, length=10):
-    y = x * 1
-    for _ in range(length):
-        y = y.sin()
-    return y.sum()
+    assert torch.equal(x.grad, gradient_of_sines(x, 10))
 
 
 @pytest.mark.parametrize(("rows", "moves"), [(SIDE // 8, False), (SIDE // 2, True)])

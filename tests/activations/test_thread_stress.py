@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import lightning_ssd
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.storage.backend import WrappedBackend
 from tests.support.helpers import assert_released, raw_bytes
+from tests.support.opened import offloader_in
 from tests.support.patience import PATIENCE_S
 from tests.support.threads import at_once
 
@@ -105,9 +105,8 @@ def test_packs_and_unpacks_of_many_threads(activations, spill_dir):
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.rand(size, generator=generator) for size in SIZES]
     expected = [gradient(leaf) for leaf in leaves]
-    policy = OffloadPolicy(activations=activations, min_tensor_bytes=0, verify="sampled", max_slowdown=50.0)
-    hardware = HardwareProfile(paths=spill_dir)
-    with Offloader(policy=policy, hardware=hardware, _wrap_backend=ErraticBackend) as offloader:
+    settings = {"activations": activations, "min_tensor_bytes": 0, "verify": "sampled", "max_slowdown": 50.0}
+    with offloader_in(spill_dir, **settings, _wrap_backend=ErraticBackend) as offloader:
         over = threading.Event()
 
         def watch():

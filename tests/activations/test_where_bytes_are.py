@@ -1,17 +1,15 @@
 """Where saved activations are when most are saved, what is recomputed in place of them, in which phase was waited."""
 
-import os
 import signal
 import time
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from tests.support.faults import FaultyBackend
-from tests.support.plan_trainings import ROWS, SMALLEST, WIDTH
+from tests.support.opened import offloader_in
+from tests.support.weight_loops import in_a_fork
 
 GIB = 1 << 30
 PARTS = [f"memory/activations_{place}_at_peak_gib" for place in ("kept", "host", "ssd", "recomputed")]
@@ -36,9 +34,7 @@ def step(offloader, model, batch=8, *, drain=False):
 
 
 def opened(directory, **settings):
-    memory = settings.pop("host_memory", 0)
-    hardware = HardwareProfile(paths=directory, allow_unsuitable_paths=True, host_memory=memory)
-    return Offloader(policy=OffloadPolicy(min_tensor_bytes=0, **settings), hardware=hardware)
+    return offloader_in(directory, min_tensor_bytes=0, host_memory=0, **settings)
 
 
 def parts_of(row):
@@ -95,29 +91,6 @@ def test_the_parts_add_up_to_what_is_saved(mode, tmp_path):
         assert (ssd > 0) is (mode == "offload")
 
 
-def test_host_memory_is_told_apart_from_drives(tmp_path):
-    """Under a budget and with a slow drive, plans move to host memory."""
-    policy = OffloadPolicy(activations="auto", min_tensor_bytes=0, activation_budget=SMALLEST)
-    hardware = HardwareProfile(paths=tmp_path, allow_unsuitable_paths=True, host_memory="8MiB")
-    x, rows = torch.ones(ROWS, WIDTH, requires_grad=True), []
-    with Offloader(policy=policy, hardware=hardware, _wrap_backend=partial(FaultyBackend, delay_s=0.3)) as offloader:
-        for _ in range(10):
-            with offloader.saved_tensors():
-                y = x * 1
-                for _ in range(30):
-                    y = y.sin()
-                loss = y.square().sum()
-            del y
-            loss.backward()
-            offloader.end_backward()
-            offloader.wait_for_plan()
-            rows.append(parts_of(offloader.drain_metrics()))
-        saved, moved = offloader.stats.saved_peak_bytes, offloader.stats.bytes_host
-    assert moved > 0
-    assert all(kept + host + ssd == saved and min(kept, host, ssd) >= 0 for kept, host, ssd, _ in rows)
-    assert rows[-1][1] > 0
-
-
 def test_waiting_in_backward_is_told_as_such(tmp_path):
     faulty = []
 
@@ -129,9 +102,7 @@ def test_waiting_in_backward_is_told_as_such(tmp_path):
         return faulty[0]
 
     model = make_model()
-    hardware = HardwareProfile(paths=tmp_path, allow_unsuitable_paths=True)
-    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
-    with Offloader(policy=policy, hardware=hardware, _wrap_backend=wrap) as offloader:
+    with opened(tmp_path, activations="offload", _wrap_backend=wrap) as offloader:
         offloader.register_module(model)
         faulty[0].fail_read = slow
         row = step(offloader, model, drain=True)
@@ -143,9 +114,7 @@ def test_waiting_in_backward_is_told_as_such(tmp_path):
 
 def test_waiting_of_an_update_is_told_as_such(tmp_path):
     model = make_model()
-    hardware = HardwareProfile(paths=tmp_path, allow_unsuitable_paths=True)
-    policy = OffloadPolicy(activations="keep", optimizer_states="offload", min_tensor_bytes=0)
-    with Offloader(policy=policy, hardware=hardware) as offloader:
+    with opened(tmp_path, activations="keep", optimizer_states="offload") as offloader:
         offloader.register_module(model)
         optimizer = offloader.offload_optimizer(torch.optim.AdamW(model.parameters()))
         for _ in range(3):
@@ -158,22 +127,15 @@ def test_waiting_of_an_update_is_told_as_such(tmp_path):
     assert row["io/stall_update_s"] == pytest.approx(row["io/stall_s"])
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_fork_that_goes_on_with_a_graph_takes_no_lock(tmp_path):
     """Whoever held it when the child was forked is not there to let go of it."""
     model = make_model()
-    policy = OffloadPolicy(activations="recompute", min_tensor_bytes="1GiB")  # so that nothing else of ours is asked
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=tmp_path)) as offloader:
+    settings = {"activations": "recompute", "min_tensor_bytes": "1GiB"}  # so that nothing else of ours is asked
+    with offloader_in(tmp_path, **settings) as offloader:
         offloader.register_module(model)
         with offloader.saved_tensors():
             loss = model(torch.ones(8, 12, 16)).square().mean()
         with offloader._cache.accounting.lock:
-            child = os.fork()
-            if not child:
-                signal.alarm(60)
-                loss.backward()
-                os._exit(0)
-            _, status = os.waitpid(child, 0)
+            assert in_a_fork(lambda: (signal.alarm(60), loss.backward())) == 0
         loss.backward()
         offloader.end_backward()
-    assert os.waitstatus_to_exitcode(status) == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, SSDOffloadFabricStrategy, SSDOffloadStrategy
+from lightning_ssd import SSDOffloadFabricStrategy, SSDOffloadStrategy
 from lightning_ssd.common import accelerators
 from lightning_ssd.common.accelerators import (
     Accelerator,
@@ -24,7 +24,10 @@ from lightning_ssd.common.accelerators import (
 )
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.tiers.streams import StreamCopies
+from tests.support.helpers import Session
+from tests.support.opened import offloader_in
 from tests.support.patience import PATIENCE_S
+from tests.support.weight_loops import gradients_of, same
 
 CPU = torch.device("cpu")
 
@@ -169,31 +172,24 @@ def test_cuda_makes_an_object_of_a_stream_once(monkeypatch):
     assert cuda.current_stream() is made[2]
 
 
-def gradients(model, batch, offloader):
+def gradients(model, batch, session):
     model.zero_grad()
-    if offloader is None:
-        model(batch).square().mean().backward()
-    else:
-        with offloader.saved_tensors():
-            loss = model(batch).square().mean()
-        offloader.flush()
-        loss.backward()
-        offloader.end_backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    with session.saved():
+        loss = model(batch).square().mean()
+    session.backward(loss)
+    return gradients_of(model)
 
 
 def check_training(directory, device, copies):
     torch.manual_seed(0)
     blocks = (torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(4))
     model, batch = torch.nn.Sequential(*blocks).to(device), torch.randn(64, 256).to(device)
-    expected = gradients(model, batch, None)
-    policy = OffloadPolicy(activations="offload", optimizer_states="offload", min_tensor_bytes=0)
-    hardware = HardwareProfile(paths=directory)
-    with Offloader(device=device, policy=policy, hardware=hardware, _copies=copies) as offloader:
+    expected = gradients(model, batch, Session())
+    settings = {"activations": "offload", "optimizer_states": "offload", "min_tensor_bytes": 0}
+    with offloader_in(directory, **settings, device=device, _copies=copies) as offloader:
         optimizer = offloader.offload_optimizer(torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0))
         for _ in range(3):
-            got = gradients(model, batch, offloader)
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+            assert same(gradients(model, batch, Session(offloader, drained=True)), expected)
             optimizer.step()
         assert offloader.stats.bytes_read > 0
 

@@ -1,7 +1,6 @@
 """What the compiler sees of the package, and that trials of user code leave no mark in it."""
 
 import gc
-import os
 import signal
 import threading
 import weakref
@@ -10,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.compiler import compiler_is_at_work, uncompiled
+from tests.support.opened import offloader_in
 from tests.support.patience import PATIENCE_S
+from tests.support.watched_blocks import Half
+from tests.support.weight_loops import in_a_fork, passed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo's own
 
@@ -38,51 +39,35 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.linear(x).tanh()
-
-
-def fit(model, directory):
-    hardware = HardwareProfile(paths=(str(directory),))
-    with Offloader(policy=OffloadPolicy(activations="recompute"), hardware=hardware) as offloader:
+def fit(model, directory, between=lambda: None):
+    with offloader_in(directory, activations="recompute") as offloader:
         offloader.register_module(model)
-        with offloader.saved_tensors():
-            loss = model(torch.ones(4, 8)).sum()
-        loss.backward()
-        offloader.end_backward()
+        between()
+        passed(offloader, lambda: model(torch.ones(4, 8)).sum())
 
 
 def test_a_model_that_is_registered_again_and_again_stays_compiled(tmp_path):
     """Dynamo compiles a frame eight times, and then runs it as it is without a word."""
     how = Counted()
-    model = nn.Sequential(Block(), Block())
-    for block in model:
-        block.compile(backend=how)
+    model = nn.Sequential(Half(8), Half(8))
+
+    def compile_blocks():
+        for block in model:
+            block.compile(backend=how)
+
+    compile_blocks()
     for number in range(12):
         for block in model:
             block._compiled_call_impl = None  # registered as a block that is not compiled
         with_hooks = how.num_runs
-        hardware = HardwareProfile(paths=(str(tmp_path),))
-        with Offloader(policy=OffloadPolicy(activations="recompute"), hardware=hardware) as offloader:
-            offloader.register_module(model)
-            for block in model:
-                block.compile(backend=how)
-            with offloader.saved_tensors():
-                loss = model(torch.ones(4, 8)).sum()
-            loss.backward()
-            offloader.end_backward()
+        fit(model, tmp_path, compile_blocks)
         assert how.num_runs == with_hooks + 2, f"run uncompiled in fit {number}"
         assert "forward" not in vars(model[0])
     assert how.num_graphs <= 4
 
 
 def test_a_stand_in_does_not_outlive_its_module(tmp_path):
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(Half(8), Half(8))
     fit(model, tmp_path)
     gone = weakref.ref(model[0])
     del model
@@ -141,11 +126,7 @@ def test_a_fork_in_the_midst_of_a_trial_can_try_as_well():
     thread = threading.Thread(target=trial)
     thread.start()
     assert has_begun.wait(PATIENCE_S)
-    child = os.fork()
-    if not child:
-        signal.alarm(5)  # ends a child that waits for ever
-        with uncompiled():
-            os._exit(0)
+    status = in_a_fork(lambda: (signal.alarm(5), enter()))  # the signal ends a child that waits for ever
     may_end.set()
     thread.join()
-    assert os.waitpid(child, 0)[1] == 0
+    assert status == 0

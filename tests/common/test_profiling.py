@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import lightning_ssd
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common import profiling
 from lightning_ssd.common.profiling import span, spanned
+from tests.support.opened import offloader_in
 
 PREFIX = "lightning_ssd::"
 
@@ -35,9 +35,8 @@ def ours_above(event):
 
 
 def test_a_saved_tensor_on_its_way_down_and_up(spill_dir):
-    policy = OffloadPolicy(activations="offload", min_tensor_bytes=1024)
     x = torch.rand(64, 1024, requires_grad=True)
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])) as offloader:
+    with offloader_in(spill_dir, activations="offload", min_tensor_bytes=1024) as offloader:
 
         def train():
             with offloader.saved_tensors():
@@ -57,8 +56,7 @@ def test_a_saved_tensor_on_its_way_down_and_up(spill_dir):
 @pytest.mark.usefixtures("small_subgroups")
 def test_states_of_an_optimizer(spill_dir):
     model = nn.Linear(512, 512)
-    policy = OffloadPolicy(activations="keep", optimizer_states="offload")
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir])) as offloader:
+    with offloader_in(spill_dir, activations="keep", optimizer_states="offload") as offloader:
         optimizer = offloader.offload_optimizer(torch.optim.AdamW(model.parameters()))
         model(torch.rand(4, 512)).sum().backward()
         optimizer.step()

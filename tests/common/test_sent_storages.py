@@ -28,10 +28,6 @@ def known(storage):
     return SimpleNamespace(cdata=storage._cdata)
 
 
-def is_sent(storage):
-    return is_in_other_processes(storage)
-
-
 @pytest.fixture(autouse=True)
 def cache(monkeypatch):
     cache = {}
@@ -43,29 +39,29 @@ def cache(monkeypatch):
 def test_memory_of_a_card_is_shared_only_if_it_was_sent(cache):
     """PyTorch says of each storage of a CUDA device that it is shared: taken at its word, nothing would ever leave."""
     storage = Storage()
-    assert not is_sent(storage)
+    assert not is_in_other_processes(storage)
     cache[ALLOCATION, 512] = known(storage)  # received
-    assert is_sent(storage)
+    assert is_in_other_processes(storage)
 
 
-def test_all_memory_of_a_card_counts_once_any_is_sent(cache):
+def test_all_memory_of_a_card_counts_once_any_is_in_other_processes(cache):
     """PyTorch's cache has the last one of an allocation alone."""
     own = Storage()
     sending_is_noted()
     sends = noting_sent(lambda storage, *, answer: answer)
-    assert not is_sent(own)
+    assert not is_in_other_processes(own)
     assert sends(Storage(), answer=3) == 3
-    assert is_sent(own)
+    assert is_in_other_processes(own)
 
 
 def test_what_was_sent_before_is_told_by_the_cache(cache):
     received = Storage()
     cache[ALLOCATION, 512] = known(received)  # each has an entry of its own
     sending_is_noted()
-    assert (is_sent(received), is_sent(Storage())) == (True, False)
+    assert (is_in_other_processes(received), is_in_other_processes(Storage())) == (True, False)
     cache[ALLOCATION] = known(Storage())
     sending_is_noted()
-    assert is_sent(Storage())
+    assert is_in_other_processes(Storage())
 
 
 @pytest.mark.parametrize("strategy", sorted(multiprocessing.get_all_sharing_strategies()))
@@ -76,7 +72,7 @@ def test_memory_of_a_cpu_that_was_sent_tells_nothing_of_a_card(strategy, monkeyp
     ForkingPickler.dumps(tensor)
     assert reductions.shared_cache
     sending_is_noted()
-    assert not is_sent(Storage())
+    assert not is_in_other_processes(Storage())
 
 
 def test_the_cache_names_a_storage_by_its_address():

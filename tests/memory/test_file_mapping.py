@@ -53,16 +53,6 @@ def test_what_was_written_survives_leaving(fd):
     assert bytes(tensor.numpy()) == expected == in_file(fd)
 
 
-def test_made_private_it_is_ordinary_memory_with_the_same_bytes(fd):
-    view, tensor = shown(fd, shared=True)
-    tensor[0] ^= 255
-    expected = bytes(tensor.numpy())
-    view.show(0, fd, 0, NBYTES)
-    assert bytes(tensor.numpy()) == expected
-    tensor[1] ^= 255
-    assert in_file(fd) == expected, "a private edit changes no file"
-
-
 def test_what_cannot_be_read_is_an_error_not_a_signal(fd):
     view, _ = shown(fd, shared=True)
     os.ftruncate(fd, NBYTES // 2)

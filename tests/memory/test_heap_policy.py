@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import tensor_cache
 from lightning_ssd.memory import heap_policy as module
 from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.memory.malloc import MallocThreshold, free_heap_bytes, trim
 from lightning_ssd.memory.readings import level_bytes
-from tests.activations.test_plan_runtime import trains
 from tests.activations.test_scarce_memory import SAVED, settle
 from tests.support.helpers import AUTO, EAGER, Session, Setup, open_offloader, outcome
+from tests.support.opened import offloader_in
+from tests.support.plan_trainings import trains
+from tests.support.sines import sines
 
 pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
 
@@ -160,9 +161,7 @@ def test_a_foreign_malloc_makes_a_memory_budget_vague(library, is_told, tmp_path
     monkeypatch.setattr("lightning_ssd._assembly.foreign_malloc", lambda: library)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        policy = OffloadPolicy(memory_budget="64GiB")
-        hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
-        Offloader(policy=policy, hardware=hardware).open().close()
+        offloader_in(tmp_path, memory_budget="64GiB").open().close()
     found = [str(warning.message) for warning in told if "memory_budget='64GiB'" in str(warning.message)]
     assert [library is not None and library in message for message in found] == [True] * is_told
 
@@ -211,9 +210,7 @@ def test_backward_is_looked_at_as_bytes_come_back(tmp_path, monkeypatch):
     with open_offloader(tmp_path, EAGER) as offloader:
         x = torch.rand(64, 64).requires_grad_()
         with offloader.saved_tensors():
-            y = x * 1
-            for _ in range(20):
-                y = y.sin()
+            y = sines(x, 20)
         offloader.flush()
         saved_bytes = offloader.stats.bytes_saved
         assert max(told) == saved_bytes

@@ -2,8 +2,6 @@
 
 import ctypes
 import gc
-import os
-import random
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from lightning_ssd.memory import pools
 from lightning_ssd.memory.pools import ReloadPool
 from tests.support.process_memory import huge_page_bytes, resident_bytes
 from tests.support.threads import at_once
+from tests.support.weight_loops import in_a_fork
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -71,32 +70,6 @@ class TestReloadPool:
         assert settled(pool) == (0, 16 * MIB)
         assert {pool.take(8 * MIB, 0, 512).data_ptr(), pool.take(8 * MIB, 0, 512).data_ptr()} <= set(addresses[2:])
         pool.close()
-
-    def test_many_threads(self, pool):
-        failures = []
-
-        def work(seed):
-            choose = random.Random(seed)
-            held = []
-            for turn in range(200):
-                storage = pool.take(choose.randrange(64 * KIB, 3 * MIB), choose.randrange(512), 512)
-                value = (seed * 31 + turn) % 256
-                fill(storage, value)
-                held.append((storage, value))
-                del storage
-                if len(held) > 4:
-                    old, expected = held.pop(choose.randrange(len(held)))
-                    content = ctypes.string_at(old.data_ptr(), old.nbytes())
-                    if content != bytes([expected]) * old.nbytes():
-                        failures.append(f"thread {seed} lost its bytes")
-                if turn % 50 == 0:
-                    gc.collect()
-
-        at_once(*(lambda seed=seed: work(seed) for seed in range(8)))
-        assert failures == []
-        lent_bytes, spare_bytes = settled(pool)
-        assert lent_bytes == 0
-        assert spare_bytes <= 256 * MIB
 
     def test_nobody_is_given_what_another_one_is_about_to_take(self, pool, monkeypatch):
         """This thread plays the other one too, so that it comes at the very moment when a block has been found."""
@@ -182,7 +155,6 @@ class TestReloadPool:
         assert resident_bytes() - before < 16 * 3.1 * MIB
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_has_the_addresses_and_not_what_is_there():
     """So nothing else can lie there when the inherited objects die, and no page is shared with a read under way."""
     pool = ReloadPool(64 * MIB)
@@ -190,25 +162,21 @@ def test_a_forked_child_has_the_addresses_and_not_what_is_there():
     fill(held, 1)
     address = spare.data_ptr()
     del spare
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            libc = ctypes.CDLL(None)
-            libc.mmap.restype = ctypes.c_void_p
-            libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-            fixed = 0x100000  # MAP_FIXED_NOREPLACE: fails where something is mapped already
-            places = (address, held.data_ptr())
-            assert ctypes.string_at(places[1], 1) == b"\x00"
-            assert all(libc.mmap(start, 4096, 3, 0x22 | fixed, -1, 0) != start for start in places)
-            pool.close()
-            del pool, held
-            gc.collect()
-            assert all(libc.mmap(start, 4096, 3, 0x22 | fixed, -1, 0) == start for start in places), "still mapped"
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def look():
+        nonlocal pool, held
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+        fixed = 0x100000  # MAP_FIXED_NOREPLACE: fails where something is mapped already
+        places = (address, held.data_ptr())
+        assert ctypes.string_at(places[1], 1) == b"\x00"
+        assert all(libc.mmap(start, 4096, 3, 0x22 | fixed, -1, 0) != start for start in places)
+        pool.close()
+        del pool, held
+        gc.collect()
+        assert all(libc.mmap(start, 4096, 3, 0x22 | fixed, -1, 0) == start for start in places), "still mapped"
+
+    assert in_a_fork(look) == 0
     assert ctypes.string_at(held.data_ptr(), 1) == b"\x01"
     pool.close()

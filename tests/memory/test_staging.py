@@ -1,7 +1,6 @@
 """Staging buffers: aligned, used again, and pinned where a device copies."""
 
 import ctypes
-import random
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ import torch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory import pools
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
-from tests.support.threads import at_once
 
 MIB = 1 << 20
 
@@ -37,22 +35,6 @@ class TestStagingPool:
             with pool.lease(nbytes), pool.lease(nbytes):
                 assert pool.lent_bytes <= 8 * MIB
         assert [block.nbytes for block in pool._spare] == [4 * MIB] * 2
-
-    def test_threads_never_share_a_buffer(self, pool):
-        failures = []
-
-        def work(seed):
-            choose = random.Random(seed)
-            for _ in range(150):
-                with pool.lease(choose.randrange(1, 3 * MIB)) as region:
-                    ctypes.memset(region.address, seed, min(region.nbytes, 4096))
-                    if pool.lent_bytes > 8 * 3 * MIB:
-                        failures.append("more buffers than threads")
-                    if ctypes.string_at(region.address, 1)[0] != seed:
-                        failures.append("two threads in one buffer")
-
-        at_once(*(lambda seed=seed: work(seed) for seed in range(1, 9)))
-        assert failures == []
 
     def test_a_failing_body_gives_its_buffer_back(self, pool):
         def fail():

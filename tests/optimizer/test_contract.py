@@ -125,6 +125,10 @@ def _coast(self, p, group):
 
 HOSTILE = {
     "a norm": (kind("Clips", scale=_norm), "a (parameter|state) differed after a step with usual"),
+    "a norm in a step that needs its closure": (
+        kind("Needs", scale=_norm, step=lambda self, closure: Momentum.step(self, closure)),
+        "differed after a step with usual",
+    ),
     "a norm of large gradients": (
         kind("ClipsLarge", scale=lambda self: (_norm(self) / 1000).clamp(min=1)),
         "differed after a step with large",
@@ -416,6 +420,7 @@ def _with_method(name, method):
             lambda p: kind("Scaled", step=lambda self, closure=None, grad_scaler=None: None)(p),
             "got Scaled, whose step takes a grad_scaler.*Take that argument out",
         ),
+        (kind("Slots", __slots__=("k",)), r"which has 'k' in __slots__ or"),
         (_with_method("_init_group", lambda *_: None), "expects the _init_group of the class Adam; got another one"),
         (_with_method("step", lambda *_: None), "expects the step of the class Adam; got another one"),
     ],
@@ -502,12 +507,6 @@ def test_a_class_of_pytorch_that_was_patched_is_not_known(spill_dir, monkeypatch
         offloader.offload_optimizer(torch.optim.SGD(pair.mine))
 
 
-def test_counters_in_slots_are_refused(spill_dir):
-    pair = Pair(kind("Slots", __slots__=("k",)), MANY)
-    with pytest.raises(ConfigError, match=r"which has 'k' in __slots__ or"), wrapped(pair.inner, spill_dir):
-        pass
-
-
 def test_a_trial_that_reaches_the_options_themselves_leaves_no_mark(spill_dir):
     def made(parameters):
         optimizer = kind("CountsPast", begin=lambda self: self.tick())(parameters)
@@ -519,22 +518,3 @@ def test_a_trial_that_reaches_the_options_themselves_leaves_no_mark(spill_dir):
     with pytest.raises(ConfigError, match="changed options of the optimizer itself"), wrapped(pair.inner, spill_dir):
         pass
     assert pair.inner.param_groups[0]["count"] == 0
-
-
-def _norm_of_all(optimizer):
-    norm = torch.stack(
-        [p.grad.norm() for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    ).norm()
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.grad is not None:
-                p.grad.div_(norm)
-
-
-def test_a_step_that_needs_its_closure_is_tried_with_one(spill_dir):
-    def step(self, closure):
-        return Momentum.step(self, closure)
-
-    pair = Pair(kind("Needs", begin=_norm_of_all, step=step), MANY)
-    with pytest.raises(ConfigError, match="names Needs, which does not update"), wrapped(pair.inner, spill_dir):
-        pass

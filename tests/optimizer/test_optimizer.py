@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, StepLR
 
 from lightning_ssd import Offloader, OffloadPolicy
-from tests.support.optimizer_pairs import Pair, assert_same_states, store_of, used_bytes, wrapped
+from tests.support.odd_pairs import OddPair
+from tests.support.optimizer_pairs import assert_same_states, store_of, used_bytes, wrapped
 
 SHAPES = ((300, 40), (1000,), (64, 64), (7,), (2000, 100), (0, 4), (8, 3, 5, 5), (), *[(128, 150)] * 6)
 """Small ones stay in memory, (2000, 100) is cut, one is empty, one has no dimension."""
@@ -68,11 +69,9 @@ def make_parameters(dtype=torch.float32):
     return made
 
 
-class Odd(Pair):
+class Odd(OddPair):
     def __init__(self, make, dtype=torch.float32):
-        self.mine, self.plain = make_parameters(dtype), make_parameters(dtype)
-        self.inner, self.twin = make(grouped(self.mine)), make(grouped(self.plain))
-        self._generator = torch.Generator().manual_seed(100)
+        super().__init__(lambda parameters: make(grouped(parameters)), partial(make_parameters, dtype))
 
     def take(self, weights):
         for p, q in zip(self.mine, weights, strict=True):

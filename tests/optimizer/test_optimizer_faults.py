@@ -83,13 +83,23 @@ def test_a_read_that_fails_once_is_tried_again(spill_dir):
         pair.check(optimizer)
 
 
+def checkpoint(pair, optimizer):
+    """Return what loads the states and weights of now."""
+    saved, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in pair.mine]
+
+    def load():
+        optimizer.load_state_dict(saved)
+        torch._foreach_copy_([p.data for p in pair.mine], weights)
+
+    return load
+
+
 @pytest.mark.parametrize("kind", ["eio", "corrupt"])
 def test_states_that_cannot_be_read_end_training_until_a_checkpoint_is_loaded(kind, spill_dir):
     pair = Pair(adamw)
     with offloaded(pair.inner, spill_dir) as (optimizer, drive):
         pair.train(optimizer, 2)
-        saved = copy.deepcopy(optimizer.state_dict())
-        weights = [p.detach().clone() for p in pair.mine]
+        load = checkpoint(pair, optimizer)
         if kind == "eio":
             drive.fail_read = always(eio)
         else:
@@ -106,10 +116,7 @@ def test_states_that_cannot_be_read_end_training_until_a_checkpoint_is_loaded(ki
             optimizer.load_state_dict({"state": {}, "param_groups": []})
         with pytest.raises(RuntimeError, match="incomplete"):
             optimizer.step()  # what could not be loaded has repaired nothing
-        optimizer.load_state_dict(saved)
-        with torch.no_grad():
-            for p, weight in zip(pair.mine, weights, strict=True):
-                p.copy_(weight)
+        load()
         pair.check(optimizer)
         pair.train(optimizer, 3)
         pair.check(optimizer)
@@ -148,8 +155,7 @@ def test_a_step_that_is_interrupted_is_not_trained_on(error, spill_dir):
     pair = Pair(lambda p: Stumbling(p, lr=1e-2), shapes=((128, 150),) * 5 + ((77, 77),) + ((128, 150),) * 5)
     with wrapped(pair.inner, spill_dir) as optimizer:
         pair.train(optimizer, 1)
-        saved = copy.deepcopy(optimizer.state_dict())
-        weights = [p.detach().clone() for p in pair.mine]
+        load = checkpoint(pair, optimizer)
         for _ in range(10):  # what a lost slot would be seen by
             Stumbling.error = error
             pair.set_gradients()
@@ -158,10 +164,7 @@ def test_a_step_that_is_interrupted_is_not_trained_on(error, spill_dir):
             Stumbling.error = None
             with pytest.raises(RuntimeError, match=error.__name__):
                 optimizer.step()
-            optimizer.load_state_dict(saved)
-        with torch.no_grad():
-            for p, weight in zip(pair.mine, weights, strict=True):
-                p.copy_(weight)
+            load()
         pair.check(optimizer)
         pair.train(optimizer, 3)
         pair.check(optimizer)

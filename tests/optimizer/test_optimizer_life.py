@@ -7,10 +7,9 @@ import pickle
 import signal
 import sys
 import threading
-import warnings
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +17,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import lightning_ssd
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from tests.support.helpers import within
+from tests.support.opened import offloader_in
 from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, offloaded, offloaded_pair, opened, wrapped
 from tests.support.patience import PATIENCE_S
+from tests.support.weight_loops import in_a_fork
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
 
@@ -47,7 +47,16 @@ CALLS = {
 }
 
 
-def test_a_signal_handler_in_the_middle_of_a_step(spill_dir, monkeypatch):
+@contextmanager
+def in_the_middle(optimizer, does):
+    """While it is entered, each step does something else before its update."""
+    update = optimizer._states._update
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer._states, "_update", lambda *args, **named: (does(), update(*args, **named)))
+        yield
+
+
+def test_a_signal_handler_in_the_middle_of_a_step(spill_dir):
     pair, told = Pair(adamw, shapes=((128, 150),) * 9 + ((300, 200),)), dict[str, str]()
     with wrapped(pair.inner, spill_dir) as optimizer:
         pair.step(optimizer)
@@ -58,16 +67,12 @@ def test_a_signal_handler_in_the_middle_of_a_step(spill_dir, monkeypatch):
                     call(optimizer)
                 told[name] = str(raised.value)
 
-        update = optimizer._states._update
-        monkeypatch.setattr(
-            optimizer._states, "_update", lambda *a, **k: (signal.raise_signal(signal.SIGUSR1), update(*a, **k))
-        )
         before = signal.signal(signal.SIGUSR1, handler)
         try:
-            pair.step(optimizer)
+            with in_the_middle(optimizer, lambda: signal.raise_signal(signal.SIGUSR1)):
+                pair.step(optimizer)
         finally:
             signal.signal(signal.SIGUSR1, before)
-        monkeypatch.undo()
         assert told.keys() == CALLS.keys()
         assert all(text.startswith(n.removeprefix("full_").removesuffix(" of the inner")) for n, text in told.items())
         pair.check(optimizer)
@@ -78,7 +83,7 @@ def test_a_signal_handler_in_the_middle_of_a_step(spill_dir, monkeypatch):
 def test_a_checkpoint_between_any_two_lines_of_a_step(spill_dir):
     """That of no step is refused; any other one is good."""
     pair = Pair(_sgd)
-    refused, taken = list[str](), list[dict[str, Any]]()
+    refused, taken = [], []
 
     def train(optimizer):
         num_lines = 0
@@ -117,47 +122,38 @@ def test_a_checkpoint_between_any_two_lines_of_a_step(spill_dir):
         pair.check(optimizer)
 
 
-def test_closing_in_the_middle_is_refused(spill_dir, monkeypatch):
+def test_closing_in_the_middle_is_refused(spill_dir):
     pair, told = Pair(adamw), list[str]()
     with opened(spill_dir) as offloader:
         optimizer = offloader.offload_optimizer(pair.inner)
         pair.step(optimizer)
-        update = optimizer._states._update
 
-        def closing(*args, **kwargs):
+        def close():
             with pytest.raises(RuntimeError, match=r"^close\(\) was called in .* a step .* Nothing was done") as raised:
                 offloader.close()
             told.append(str(raised.value))
-            update(*args, **kwargs)
 
-        monkeypatch.setattr(optimizer._states, "_update", closing)
-        pair.step(optimizer)
-        monkeypatch.undo()
+        with in_the_middle(optimizer, close):
+            pair.step(optimizer)
         assert told
         pair.check(optimizer)
 
 
-def test_another_thread_may_close_in_the_middle_of_a_step(spill_dir, monkeypatch):
+def test_another_thread_may_close_in_the_middle_of_a_step(spill_dir):
     """As the main thread does when an interrupt, or the end of the interpreter, comes while a daemon trains."""
     pair, raised = Pair(adamw), list[BaseException]()
     is_within, is_closed = threading.Event(), threading.Event()
     with pytest.raises(KeyboardInterrupt), opened(spill_dir) as offloader:  # noqa: PT012
         optimizer = offloader.offload_optimizer(pair.inner)
         pair.step(optimizer)
-        update = optimizer._states._update
-
-        def updating(*args, **kwargs):
-            is_within.set()
-            assert is_closed.wait(PATIENCE_S)
-            update(*args, **kwargs)
 
         def train():
             try:
-                pair.train(optimizer, 3)
+                with in_the_middle(optimizer, lambda: (is_within.set(), is_closed.wait(PATIENCE_S))):
+                    pair.train(optimizer, 3)
             except BaseException as error:
                 raised.append(error)
 
-        monkeypatch.setattr(optimizer._states, "_update", updating)
         thread = threading.Thread(target=train, daemon=True)
         thread.start()
         try:
@@ -256,8 +252,7 @@ def num_threads():
 def test_dropping_everything_leaves_no_thread_and_no_file(spill_dir):
     files, threads = num_files(), num_threads()
     pair = Pair(adamw)
-    policy = OffloadPolicy(activations="keep", optimizer_states="offload")
-    offloader = Offloader(policy=policy, hardware=HardwareProfile(paths=[str(spill_dir)])).open()
+    offloader = offloader_in(spill_dir, activations="keep", optimizer_states="offload").open()
     optimizer = offloader.offload_optimizer(pair.inner)
     pair.step(optimizer)
     gone = weakref.ref(optimizer)
@@ -291,29 +286,18 @@ def test_a_fork_is_told_not_to_use_it(spill_dir):
     with offloaded_pair(adamw, spill_dir, steps=2) as (pair, optimizer):
         saved = optimizer.state_dict()
         pair.set_gradients()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            os._exit(_child(optimizer, saved))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def use():
+            for call in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
+                with pytest.raises(StorageError):
+                    call()
+            value = saved["state"][0]["exp_avg"][0, 0].item()  # what is mapped can be read
+            optimizer.close()
+            saved.clear()
+            gc.collect()
+            assert value == value
+
+        assert in_a_fork(use) == 0
         optimizer.step()
         pair.twin.step()
         pair.check(optimizer)
-
-
-def _child(optimizer, saved):
-    uses = [optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(saved)]
-    for number, use in enumerate(uses, 1):
-        try:
-            use()
-        except StorageError:
-            continue
-        except BaseException:
-            return number
-        return number
-    value = saved["state"][0]["exp_avg"][0, 0].item()  # what is mapped can be read
-    optimizer.close()
-    saved.clear()
-    gc.collect()
-    return 0 if value == value else 9

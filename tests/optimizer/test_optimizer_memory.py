@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
 from lightning_ssd.planning import update_memory
+from tests.support.opened import offloader_in
 from tests.support.optimizer_pairs import Pair, files_of, partition_of, store_of, wrapped
 from tests.support.state_stores import mapped_bytes
 
@@ -37,9 +37,7 @@ def test_optimizers_share_host_memory(share, spill_dir):
     """The first one takes what it can use, the second one what is left; the activations' tier the rest."""
     pairs = [Pair(torch.optim.AdamW, SHAPES) for _ in range(2)]
     total = round(share * STATE_BYTES)
-    policy = OffloadPolicy(optimizer_states="offload")
-    hardware = HardwareProfile(paths=str(spill_dir), host_memory=total)
-    with Offloader(policy=policy, hardware=hardware).open() as offloader:
+    with offloader_in(spill_dir, optimizer_states="offload", host_memory=total) as offloader:
         optimizers = [offloader.offload_optimizer(pair.inner) for pair in pairs]
         for _ in range(3):
             for pair, optimizer in zip(pairs, optimizers, strict=True):

@@ -11,22 +11,22 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
 from lightning_ssd.optimizer.step.stepper import SubgroupStepper
 from tests.support.declared_optimizers import Momentum
+from tests.support.odd_pairs import OddPair
+from tests.support.opened import offloader_in
 from tests.support.optimizer_pairs import (
     TEN,
     Nested,
     Shapes,
     adamw,
     assert_same_parameters,
-    assert_same_states,
-    equal,
     offloaded,
     offloaded_pair,
     partition_of,
+    wrapped,
 )
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
@@ -291,10 +291,8 @@ def test_places_of_half_precision_parameters(masters, spill_dir):
     mine, plain = ([nn.Parameter(p.clone().bfloat16()) for p in start] for _ in range(2))
     twin = ZipsNames(list(zip(names, plain, strict=True)))
     inner = ZipsNames(list(zip(names, mine, strict=True)))
-    policy = OffloadPolicy(
-        activations="keep", optimizer_states="offload", master_weights=masters, per_parameter_optimizers="ZipsNames"
-    )
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=str(spill_dir))).open() as offloader:
+    declared = {"master_weights": masters, "per_parameter_optimizers": "ZipsNames"}
+    with offloader_in(spill_dir, activations="keep", optimizer_states="offload", **declared) as offloader:
         optimizer = offloader.offload_optimizer(inner)
         for p, q in zip(mine, plain, strict=True):
             p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
@@ -326,21 +324,14 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_options_that_change_later_give_the_same_bits(change, dtype, spill_dir):
     make, edit = CHANGES[change]
-    generator = torch.Generator().manual_seed(1)
-    mine = nn.Parameter(torch.randn(SHAPE, generator=generator).to(dtype))
-    plain = nn.Parameter(mine.detach().clone())
-    twin = make([plain])
-    with offloaded(make([mine]), spill_dir) as (optimizer, _):
+    start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).to(dtype)
+    pair = OddPair(make, lambda: [nn.Parameter(start.clone())])
+    with wrapped(pair.inner, spill_dir) as optimizer:
         for step in range(6):
-            mine.grad = torch.randn(SHAPE, generator=generator).to(dtype)
-            plain.grad = mine.grad.clone()
-            if step == 1:
-                optimizer.param_groups[0].update(edit)
-                twin.param_groups[0].update(edit)
-            optimizer.step()
-            twin.step()
-        assert equal(mine, plain)
-        assert_same_states(optimizer.state_dict(), twin.state_dict())
+            for each in (optimizer, pair.twin) if step == 1 else ():
+                each.param_groups[0].update(edit)
+            pair.step(optimizer)
+        pair.check(optimizer)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Optimizer states in host memory, for a device that has memory of its own: the CPU plays that device here."""
 
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
@@ -11,13 +11,12 @@ from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.checksum import Sampler
-from lightning_ssd.tiers.copy_paths import HostMover
 from lightning_ssd.tiers.host import HostTier
-from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.faults import always, enospc
 from tests.support.late import HeldCopies
 from tests.support.optimizer_pairs import Pair, adamw, assert_same_states, files_of, offloaded, store_of, wrapped
 from tests.support.patience import PATIENCE_S
+from tests.support.ssd_tiers import ssd_tier
 from tests.support.state_stores import CPU, NBYTES, put
 
 SHAPES = ((600, 512),) * 8
@@ -90,20 +89,16 @@ def test_a_full_drive_costs_no_checkpoint(spill_dir):
 @contextmanager
 def store_with(copies, directory, *, num_slots=2):
     backend = PosixBackend([directory], direct=False)
-    events = EventLog()
-    ssd = SsdTier(backend, HostMover(backend, None), [directory], events=events, sampler=Sampler("full"))
-    host = HostTier(1 << 20, copies, pin=False, events=events)
-    store = StateStore(ssd, device=CPU, num_slots=num_slots, copies=copies, host=host)
-    store.add(6)
-    try:
-        yield store
-    finally:
-        copies.held = False
-        copies.let_through(copies.num_queued - len(copies.copied))
-        store.close()
-        for tier in (ssd, host):
-            tier.close()
-        backend.close()
+    with (
+        ssd_tier(backend, directory, sampler=Sampler("full")) as ssd,
+        closing(HostTier(1 << 20, copies, pin=False, events=EventLog())) as host,
+        closing(StateStore(ssd, device=CPU, num_slots=num_slots, copies=copies, host=host)) as store,
+    ):
+        store.add(6)
+        try:
+            yield store
+        finally:
+            copies.free_run()
 
 
 def test_what_comes_from_host_memory_is_waited_for(spill_dir):

@@ -1,8 +1,6 @@
 """Where subgroups of states are: what was put comes back, nothing waits for ever, memory is bounded."""
 
 import threading
-import time
-from contextlib import closing
 from functools import partial
 
 import pytest
@@ -14,13 +12,13 @@ from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.optimizer.store.buffers import BufferPool
 from lightning_ssd.optimizer.store.entry import CopyPin, DeferredReleases, StoredCopy
 from lightning_ssd.optimizer.store.store import StateStore
-from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import StagedMover
-from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.faults import always, eio
+from tests.support.host_traffic import wait_until
 from tests.support.late import StreamOfThread
 from tests.support.patience import PATIENCE_S
+from tests.support.ssd_tiers import ssd_tier
 from tests.support.state_stores import (
     CPU,
     NBYTES,
@@ -82,7 +80,7 @@ def test_who_makes_room_waits_for_the_stream_that_has_changed_the_states(drive, 
     """A worker lets go of a subgroup because memory has run out: its own stream knows nothing of the update."""
     copies, may_compute = StreamOfThread(), threading.Event()
     mover = StagedMover(drive, StagingPool(), copies)
-    with closing(SsdTier(drive, mover, [tmp_path], events=EventLog(), sampler=Sampler("full"))) as tier:
+    with ssd_tier(drive, tmp_path, mover=mover, sampler=Sampler("full")) as tier:
         store = StateStore(tier, device=CPU, num_slots=2, copies=copies)
         store.add(3)
         put_all(store, range(3))
@@ -274,10 +272,7 @@ def test_a_write_that_fails_while_the_drives_close_kills_no_worker(drive, tmp_pa
         store.prefetch([])
         drive.may_move.clear()
         put(store, 0, 1)
-        deadline_s = time.monotonic() + PATIENCE_S
-        while drive.num_writes == 0 and store.tier._writes._num_active == 0:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        wait_until(lambda: drive.num_writes or store.tier._writes._num_active)
         closing = threading.Thread(target=store.tier.close)
         closing.start()
         drive.may_move.set()

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd import OffloadPolicy
 from lightning_ssd.common.tensors import storage_of
 from lightning_ssd.errors import BudgetError, ConfigError
 from lightning_ssd.parameters.residents import Needs
 from lightning_ssd.planning.update_memory import subgroup_bytes
 from tests.parameters.test_device_weights import away, eventually
+from tests.support.opened import offloader_in
 from tests.support.pairs import pairwise
 from tests.support.residency import (
     ALL_BYTES,
@@ -24,7 +25,7 @@ from tests.support.residency import (
     in_update,
     small_bytes,
 )
-from tests.support.weight_loops import NUM_BLOCKS, WIDTH, Loop, Net, batches, built, equal_weights, same, train
+from tests.support.weight_loops import NUM_BLOCKS, WIDTH, Loop, Net, built, equal_weights, same, train
 
 # -- where all fits --------------------------------------------------------------------------------------------------
 
@@ -179,10 +180,8 @@ def test_processes_share_the_memory_of_a_machine(host, spill_dir):
     assert host.available_bytes is not None
     host.available_bytes *= 3
     for number in (3, 4):
-        policy = OffloadPolicy(parameters="auto", activations="keep", min_tensor_bytes="16KiB")
-        hardware = HardwareProfile(paths=[spill_dir])
-        model = built()
-        with Offloader(policy=policy, hardware=hardware, num_local_processes=number) as offloader:
+        model, settings = built(), {"parameters": "auto", "activations": "keep", "min_tensor_bytes": "16KiB"}
+        with offloader_in(spill_dir, **settings, num_local_processes=number) as offloader:
             offloader.register_module(model)
             found.append(bool(host.waiting(model)))
     assert found == [False, True]
@@ -249,11 +248,7 @@ def test_registered_again_as_many_wait_as_before(card):
     loop = card.loop(offloader)
     before = card.waiting(loop.model)
     assert NUM_BLOCKS - len(blocks_of(before)) == 2
-    with offloader.saved_tensors():
-        loss = loop._loss(next(batches(1)))
-    loss.backward()
-    del loss
-    offloader.end_backward()
+    loop.backward()
     gradients = [parameter.grad for name, parameter in loop.model.named_parameters() if name in before]
 
     def have_left():
@@ -308,24 +303,20 @@ def test_a_model_larger_than_the_device_moves_in(card):
 
 
 @pytest.mark.parametrize(
-    ("needs", "coming"),
+    ("needs", "there", "coming"),
     [
-        (Needs(), 100 + 200),
-        (Needs(num_gradients=2), 200 + 200),
-        (Needs(gradients="auto"), 60 + 200),
-        (Needs(gradients="offload"), 200),
-        (Needs(keeps_states=False), 100 + 200),
-        (Needs(keeps_states=False, state_bytes=7), 100 + 200 + 7),
+        (Needs(), 0, 100 + 200),
+        (Needs(), 30, 70 + 200),
+        (Needs(num_gradients=2), 0, 200 + 200),
+        (Needs(gradients="auto"), 0, 60 + 200),
+        (Needs(gradients="offload"), 30, 200),
+        (Needs(keeps_states=False), 0, 100 + 200),
+        (Needs(keeps_states=False, state_bytes=7), 0, 100 + 200 + 7),
     ],
 )
-def test_gradients_and_states_to_come(needs, coming):
-    assert needs.coming_bytes(100, 40, 0) == coming
+def test_gradients_and_states_to_come_beside_those_that_are_there(needs, there, coming):
+    assert needs.coming_bytes(100, 40, there) == coming
     assert needs.coming_bytes(0, 0, 0) == 0
-
-
-def test_gradients_that_there_are_do_not_come():
-    assert Needs().coming_bytes(100, 0, 30) == 70 + 200
-    assert Needs(gradients="offload").coming_bytes(100, 0, 30) == 200
 
 
 def test_states_in_an_update_are_counted_as_the_optimizer_has_them():
@@ -377,9 +368,9 @@ def test_settings_that_would_be_ignored(settings, message):
     ],
 )
 def test_where_it_cannot_work_yet(policy, options, message, spill_dir):
-    chosen = OffloadPolicy(**{"activations": "keep", "optimizer_states": "offload"} | policy)
+    chosen = {"activations": "keep", "optimizer_states": "offload"} | policy | options
     with pytest.raises(ConfigError, match=message):
-        Offloader(policy=chosen, hardware=HardwareProfile(paths=[spill_dir]), **options).open()
+        offloader_in(spill_dir, **chosen).open()
 
 
 def test_several_processes_of_a_device_are_refused(card):

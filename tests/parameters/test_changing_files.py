@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -30,18 +31,14 @@ SIDE = 1024
 
 @pytest.fixture
 def files(spill_dir):
-    backend = PosixBackend([spill_dir])
-    opened = WeightFiles(backend, [spill_dir])
-    yield opened
-    opened.close()
-    backend.close()
+    with closing(PosixBackend([spill_dir])) as backend, closing(WeightFiles(backend, [spill_dir])) as opened:
+        yield opened
 
 
 @pytest.fixture
 def gradients(files):
-    waiting = PagedGradients(files, min_nbytes=1)
-    yield waiting
-    waiting.close()
+    with closing(PagedGradients(files, min_nbytes=1)) as waiting:
+        yield waiting
 
 
 def evict(files):
@@ -201,9 +198,8 @@ NBYTES = 4 * NUMEL
 
 @pytest.fixture
 def pages(files):
-    opened = UpdatePages(files, HostRoom())
-    yield opened
-    opened.close()
+    with closing(UpdatePages(files, HostRoom())) as opened:
+        yield opened
 
 
 held = []

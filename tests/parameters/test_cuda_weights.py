@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.multiprocessing import reductions
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.common.sent_storages import is_in_other_processes
 from lightning_ssd.parameters.guard.guard import is_guarded
 from recipes.determinism import make_deterministic
 from tests.support.cuda_memory import allocated_bytes
+from tests.support.opened import offloader_in
+from tests.support.weight_loops import PLAIN, gradients_of, passed, same, taken_over
 
 WIDTH, NUM_BLOCKS, BATCH = 512, 6, 64
 SLEEP_CYCLES = 1_000_000  # about half a millisecond
@@ -45,17 +46,22 @@ def built():
     return model
 
 
+def moved_in(model, offloader):
+    """To the card, as far as there is room for it."""
+    if offloader is not None:
+        offloader.move_in(model)
+    model.to(DEVICE)
+    (offloader or PLAIN).register_module(model)
+    return model
+
+
 def train(model, offloader, *, steps=4, between=lambda step: None):
     update = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
     found = []
     for step in range(steps):
         x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).to(DEVICE)
-        with nullcontext() if offloader is None else offloader.saved_tensors():
-            loss = model(x).square().mean()
-        loss.backward()
-        if offloader is not None:
-            offloader.end_backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        loss = passed(offloader, lambda x=x: model(x).square().mean())
+        found += [loss.detach(), *gradients_of(model)]
         update.step()
         update.zero_grad()
         with torch.no_grad():
@@ -70,15 +76,11 @@ def train(model, offloader, *, steps=4, between=lambda step: None):
 def test_bits_and_memory(activations, host_memory, own_stream, spill_dir):
     make_deterministic(DEVICE)
     expected = train(built().to(DEVICE), None)
-    policy = OffloadPolicy(parameters="offload", activations=activations)
-    hardware = HardwareProfile(paths=[spill_dir], host_memory=host_memory)
     before = torch.cuda.memory_allocated(DEVICE)
+    settings = {"parameters": "offload", "activations": activations, "host_memory": host_memory}
     with torch.cuda.stream(torch.cuda.Stream(DEVICE)) if own_stream else nullcontext():
-        with Offloader(policy=policy, hardware=hardware, device=DEVICE) as offloader:
-            model = built()
-            offloader.move_in(model)
-            model.to(DEVICE)
-            offloader.register_module(model)
+        with offloader_in(spill_dir, **settings, device=DEVICE) as offloader:
+            model = moved_in(built(), offloader)
             weights = offloader.stats.weights_bytes
             assert weights == NUM_BLOCKS * 8 * WIDTH * WIDTH * 4
             assert torch.cuda.memory_allocated(DEVICE) - before < weights / 2
@@ -87,13 +89,14 @@ def test_bits_and_memory(activations, host_memory, own_stream, spill_dir):
             torch.cuda.synchronize(DEVICE)
             assert offloader.stats.weights_resident_peak_bytes <= weights / 2
         torch.cuda.synchronize(DEVICE)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert same(found, expected)
     plain = built()
     frozen = [name for name, p in plain.named_parameters() if not p.requires_grad]
     state = {name: value.cpu() for name, value in model.state_dict().items()}
     assert all(torch.equal(state[name], plain.state_dict()[name]) for name in frozen)
 
 
+TRAINED = {"parameters": "offload", "optimizer_states": "offload"}
 OPTIMIZERS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-3),
     "fused": lambda weights: torch.optim.AdamW(weights, lr=1e-3, fused=True),
@@ -112,25 +115,13 @@ def train_all(offloader, optimizer, *, steps=4, trained=lambda: None):
         steps: how many.
         trained: called after the last one, while there is a model.
     """
-    model = built().requires_grad_(True)
-    if offloader is not None:
-        offloader.move_in(model)
-    model.to(DEVICE)
-    if offloader is not None:
-        offloader.register_module(model)
-    update = OPTIMIZERS[optimizer](list(model.parameters()))
-    if offloader is not None:
-        update = offloader.offload_optimizer(update)
+    model = moved_in(built().requires_grad_(True), offloader)
+    update = (offloader or PLAIN).offload_optimizer(OPTIMIZERS[optimizer](list(model.parameters())))
     found = []
     for step in range(steps):
         for part in range(2):
             x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2 * step + part)).to(DEVICE)
-            with nullcontext() if offloader is None else offloader.saved_tensors():
-                loss = model(x).square().mean()
-            loss.backward()
-            if offloader is not None:
-                offloader.end_backward()
-            found.append(loss.detach().cpu())
+            found.append(passed(offloader, lambda x=x: model(x).square().mean()).detach().cpu())
         found.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).cpu())
         found += [p.grad.cpu() for p in model.parameters()]
         update.step()
@@ -150,17 +141,14 @@ COMBINED += [(optimizer, "offload") for optimizer in OPTIMIZERS if optimizer != 
 def test_trained_weights(activations, gradients, host_memory, optimizer, spill_dir):
     make_deterministic(DEVICE)
     expected = train_all(None, optimizer)
-    policy = OffloadPolicy(
-        parameters="offload", gradients=gradients, optimizer_states="offload", activations=activations
-    )
-    hardware = HardwareProfile(paths=[spill_dir], host_memory=host_memory)
-    with Offloader(policy=policy, hardware=hardware, device=DEVICE) as offloader:
+    settings = {"gradients": gradients, "activations": activations, "host_memory": host_memory}
+    with offloader_in(spill_dir, **TRAINED, **settings, device=DEVICE) as offloader:
         found = train_all(offloader, optimizer)
         weights = offloader.stats.weights_bytes
         assert weights == NUM_BLOCKS * 9 * WIDTH * WIDTH * 4
         # A block that was updated and is written, the one that is updated, and the next; half of all, with six.
         assert offloader.stats.weights_resident_peak_bytes < 0.7 * weights
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert same(found, expected)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
@@ -171,23 +159,18 @@ def test_norms_of_a_list_in_parts(norm_type):
     gradients = [torch.randn(size, generator=generator, device=DEVICE) for size in sizes]
     whole = torch._foreach_norm(gradients, norm_type)
     parts = [norm for gradient in gradients for norm in torch._foreach_norm([gradient], norm_type)]
-    assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+    assert same(whole, parts)
 
 
 def test_gradients_leave_the_card(spill_dir):
     """After backward the card holds none of them, but for those whose copies end."""
     model = built().requires_grad_(True).to(DEVICE)
     nbytes = sum(p.nbytes for p in model.parameters())
-    policy = OffloadPolicy(gradients="offload", optimizer_states="offload", activations="keep")
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), device=DEVICE) as offloader:
-        offloader.expect_no_optimizer()
-        offloader.register_module(model)
+    settings = {"gradients": "offload", "optimizer_states": "offload", "activations": "keep"}
+    with offloader_in(spill_dir, **settings, device=DEVICE) as offloader:
+        taken_over(offloader, model)
         before = allocated_bytes(DEVICE)
-        with offloader.saved_tensors():
-            loss = model(torch.randn(BATCH, WIDTH, device=DEVICE)).square().mean()
-        loss.backward()
-        del loss
-        offloader.end_backward()
+        passed(offloader, lambda: model(torch.randn(BATCH, WIDTH, device=DEVICE)).square().mean())
         assert leaves(offloader, lambda: allocated_bytes(DEVICE) - before < nbytes / 4)
         assert all(p.grad is not None for p in model.parameters())
 
@@ -197,10 +180,8 @@ def test_weights_that_are_on_the_card_leave_it(spill_dir):
     before = allocated_bytes(DEVICE)
     model = built().requires_grad_(True).to(DEVICE)
     nbytes = sum(p.nbytes for p in model.parameters())
-    policy = OffloadPolicy(parameters="offload", optimizer_states="offload", activations="keep")
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), device=DEVICE) as offloader:
-        offloader.expect_no_optimizer()
-        offloader.register_module(model)
+    with offloader_in(spill_dir, **TRAINED, activations="keep", device=DEVICE) as offloader:
+        taken_over(offloader, model)
         assert leaves(offloader, lambda: allocated_bytes(DEVICE) - before < nbytes / 4)
 
 
@@ -243,29 +224,25 @@ CAPS = pytest.mark.skipif(
     not hasattr(torch.cuda, "get_per_process_memory_fraction"), reason="this PyTorch does not tell what it may take"
 )
 WEIGHT_BYTES = NUM_BLOCKS * 8 * WIDTH * WIDTH * 4
+AUTO = {"parameters": "auto", "activations": "keep", "device": DEVICE}
 
 
 @pytest.mark.parametrize("is_capped", [False, pytest.param(True, marks=CAPS)], ids=["free", "capped"])
 def test_with_auto_frozen_weights_wait_as_far_as_the_card_lacks_memory(is_capped, spill_dir):
     make_deterministic(DEVICE)
     expected = [value.cpu() for value in train(built().to(DEVICE), None, steps=2)]  # what is found lies on the card
-    policy = OffloadPolicy(parameters="auto", activations="keep")
-    hardware = HardwareProfile(paths=[spill_dir], host_memory="1GiB")
     with (
         allowed(2 * WEIGHT_BYTES) if is_capped else nullcontext(),
-        Offloader(policy=policy, hardware=hardware, device=DEVICE) as offloader,
+        offloader_in(spill_dir, **AUTO, host_memory="1GiB") as offloader,
     ):
-        model = built()
-        offloader.move_in(model)
-        model.to(DEVICE)
-        offloader.register_module(model)
+        model = moved_in(built(), offloader)
         waiting = offloader.stats.weights_bytes
         assert waiting + offloader.stats.weights_kept_bytes == WEIGHT_BYTES
         assert (waiting > 0) is is_capped
         guarded = [name for name, parameter in model.named_parameters() if is_guarded(parameter)]
         assert bool(guarded) is is_capped
         found = [value.cpu() for value in train(model, offloader, steps=2)]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert same(found, expected)
 
 
 @CAPS
@@ -273,23 +250,21 @@ def test_with_auto_frozen_weights_wait_as_far_as_the_card_lacks_memory(is_capped
 def test_with_auto_trained_weights_wait_with_their_gradients(optimizer, spill_dir):
     make_deterministic(DEVICE)
     expected = train_all(None, optimizer)
-    policy = OffloadPolicy(parameters="auto", gradients="auto", optimizer_states="offload", activations="keep")
-    hardware = HardwareProfile(paths=[spill_dir], host_memory="1GiB")
+    settings = AUTO | {"gradients": "auto", "optimizer_states": "offload", "host_memory": "1GiB"}
     weights = NUM_BLOCKS * 9 * WIDTH * WIDTH * 4
-    with allowed(4 * weights), Offloader(policy=policy, hardware=hardware, device=DEVICE) as offloader:
+    with allowed(4 * weights), offloader_in(spill_dir, **settings) as offloader:
         seen = []
         found = train_all(offloader, optimizer, trained=lambda: seen.append(offloader.stats))
         assert seen[0].weights_bytes > 0
         assert seen[0].weights_bytes + seen[0].weights_kept_bytes == weights
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert same(found, expected)
 
 
 @CAPS
 def test_registered_again_with_auto_weights_leave_and_come_back(spill_dir):
     make_deterministic(DEVICE)
     expected = [value.cpu() for value in train(built().to(DEVICE), None, steps=4)]
-    policy = OffloadPolicy(parameters="auto", activations="keep")
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), device=DEVICE) as offloader:
+    with offloader_in(spill_dir, **AUTO) as offloader:
         model = built().to(DEVICE)
         offloader.register_module(model)
         assert offloader.stats.weights_bytes == 0
@@ -299,15 +274,14 @@ def test_registered_again_with_auto_weights_leave_and_come_back(spill_dir):
         offloader.register_module(model)
         assert offloader.stats.weights_bytes == 0
         found = [value.cpu() for value in train(model, offloader, steps=4)]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert same(found, expected)
 
 
 @CAPS
 def test_registered_again_with_auto_nothing_begins_to_wait_where_a_graph_was_captured(spill_dir):
     """It reads the weights at their addresses whenever it is replayed."""
     make_deterministic(DEVICE)
-    policy = OffloadPolicy(parameters="auto", activations="keep")
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=[spill_dir]), device=DEVICE) as offloader:
+    with offloader_in(spill_dir, **AUTO) as offloader:
         model = built().to(DEVICE)
         offloader.register_module(model)
         x = torch.randn(BATCH, WIDTH, device=DEVICE)

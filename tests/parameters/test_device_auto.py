@@ -1,32 +1,33 @@
 """What only a device has where weights leave it: graphs that know addresses, streams, and its gauge."""
 
 import logging
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.memory import gauge
 from lightning_ssd.memory.gauge import DeviceGauge
 from lightning_ssd.parameters.device_pager import DevicePager
 from tests.support.interrupted_points import Checkpoint, PointsIn
 from tests.support.late import late_copies
+from tests.support.opened import offloader_in
 from tests.support.pairs import each_once
-from tests.support.pretended_training import on, pretended_device
-from tests.support.pretended_weights import weights_of
+from tests.support.races import assert_no_race
 from tests.support.residency import (
     BLOCK_BYTES,
     GIB,
     NUM_WEIGHTS,
     TRAINED,
     blocks_of,
-    policy,
     register,
     small_bytes,
 )
-from tests.support.weight_loops import NUM_BLOCKS, WIDTH, Loop, batches, built, same, train
+from tests.support.weight_loops import MIN_TENSOR, NUM_BLOCKS, WIDTH, Loop, batches, built, passed, same, train
+
+AUTO = {"parameters": "auto", "activations": "keep", "min_tensor_bytes": MIN_TENSOR}
 
 
 class Asked:
@@ -92,17 +93,9 @@ def alternating(card, offloader, model, run):
 
 @pytest.fixture
 def without_delay(spill_dir):
-    with late_copies(max_delay_s=0) as copies:
-        made = []
-
-        def make(**options):
-            hardware = HardwareProfile(paths=[spill_dir])
-            made.append(Offloader(policy=policy(**options), hardware=hardware, _copies=copies).open())
-            return made[-1]
-
-        yield make
-        for offloader in made:
-            offloader.close()
+    with late_copies(max_delay_s=0) as copies, ExitStack() as stack:
+        settings = AUTO | {"_copies": copies}
+        yield lambda **more: stack.enter_context(offloader_in(spill_dir, **settings | more))
 
 
 def test_an_interrupt_at_each_point_costs_no_bit(card, without_delay):
@@ -116,10 +109,7 @@ def test_an_interrupt_at_each_point_costs_no_bit(card, without_delay):
 
     def run(steps):
         for _ in range(steps):
-            with offloader.saved_tensors():
-                loss = model(ids).sum()
-            loss.backward()
-            offloader.end_backward()
+            passed(offloader, lambda: model(ids).sum())
             model.zero_grad()
 
     one = alternating(card, offloader, model, run)
@@ -180,24 +170,11 @@ def test_a_device_that_cannot_be_asked_has_unknown_memory(is_capturing, stats, c
 # -- the order of copies -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def racing(spill_dir):
-    """Opens offloaders of a device whose streams run in any order, and whose races are faults."""
-    made = []
-
-    def make(device, *modules, **options):
-        hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True, host_memory="1MiB")
-        made.append(Offloader(policy=policy(**options), hardware=hardware, **on(device)).open(*modules))
-        return made[-1]
-
-    yield make
-    for offloader in made:
-        assert not offloader.is_open
-
-
 @each_once("activations, seed", ["keep", "offload"], range(2))
-def test_no_race(activations, seed, card, racing):
-    def trained(offloader):
+def test_no_race(activations, seed, card, spill_dir):
+    def trained(offloader, _):
+        seen.clear()
+
         def between(model, optimizer, step):
             seen.append(len(card.waiting(model)))
             if offloader is not None and step in (1, 3):
@@ -211,47 +188,32 @@ def test_no_race(activations, seed, card, racing):
         return loop.run(10).result()
 
     seen = []
-    with pretended_device(seed=seed, lag_s=0.001) as device, weights_of(device):
-        expected = trained(None)
-        seen.clear()
-        with racing(device, activations=activations, **TRAINED) as offloader:
-            found = trained(offloader)
-        assert same(found, expected)
-    assert device.faults == []
+    assert_no_race(trained, spill_dir, seed=seed, host_memory="1MiB", **AUTO | TRAINED | {"activations": activations})
     assert seen[1] == seen[-1] == 0
     assert seen[3] == 13
 
 
-def linears():
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).requires_grad_(False)
-
-
-def one_step(model, offloader, x):
-    with offloader.saved_tensors():
-        loss = model(x.clone().requires_grad_()).sum()
-    loss.backward()
-    offloader.end_backward()
-
-
-def test_streams_that_nobody_tells_of_may_use_what_came_back(card, racing):
+def test_streams_that_nobody_tells_of_may_use_what_came_back(card, spill_dir):
     """They waited once, when the model was made, as suffices for weights that nobody changes."""
     x = torch.ones(4, WIDTH)
-    with pretended_device(lag_s=0.02) as device, weights_of(device):
-        model = linears()
-        card.models.append(model)
-        with device.stream("side"), torch.no_grad():
+
+    def used_aside(offloader, device):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).requires_grad_(False)
+        card.models[:] = [model]
+        with device.stream("side"):
             device.wait_stream("main")
-            expected = model(x)
+        for capacity_bytes in (1000 * GIB, 0, 1000 * GIB) if offloader is not None else ():
+            card.capacity_bytes = capacity_bytes
+            offloader.register_module(model)
+            assert bool(card.waiting(model)) is (capacity_bytes == 0)
+            if capacity_bytes == 0:
+                passed(offloader, lambda: model(x.clone().requires_grad_()).sum())
+        with device.stream("side"), torch.no_grad():
+            found = model(x)
+            for parameter in model.parameters():
+                device.protect(parameter)  # who has the weights freed later is up to the user
         device.wait_stream("side")
-        with racing(device, model) as offloader:
-            for capacity_bytes in (0, 1000 * GIB):
-                card.capacity_bytes = capacity_bytes
-                offloader.register_module(model)
-                assert bool(card.waiting(model)) is (capacity_bytes == 0)
-                if capacity_bytes == 0:
-                    one_step(model, offloader, x)
-            with device.stream("side"), torch.no_grad():
-                assert torch.equal(model(x), expected)
-                for parameter in model.parameters():
-                    device.protect(parameter)  # who has the weights freed later is up to the user
-    assert device.faults == []
+        return [found]
+
+    assert_no_race(used_aside, spill_dir, lag_s=0.02, host_memory="1MiB", **AUTO)

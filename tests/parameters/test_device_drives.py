@@ -8,18 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.errors import OffloaderClosedError, StorageError
-from tests.parameters.test_device_gradients import gone, have_left, pager_of, policy
+from tests.parameters.test_device_gradients import gone, have_left, pager_of, policy  # noqa: F401  # of ``opened``
 from tests.parameters.test_device_weights import eventually
 from tests.support import weight_loops
-from tests.support.faults import FaultyBackend, always, eio, enospc
+from tests.support.everything_away import EVERYTHING
+from tests.support.faults import eio, enospc
 from tests.support.interrupted_points import Checkpoint, PointsIn
 from tests.support.late import late_copies
+from tests.support.opened import offloader_in
 from tests.support.pairs import each_once
-from tests.support.pretended_training import on, pretended_device
-from tests.support.pretended_weights import weights_of
-from tests.support.weight_loops import PROGRAMS, Loop, same
+from tests.support.races import assert_no_race
+from tests.support.switched_faults import Switch
+from tests.support.weight_loops import MIN_TENSOR, PROGRAMS, Loop, gradients_of, same
 
 IS_LATE = True
 pytestmark = pytest.mark.usefixtures("many_parts")
@@ -35,16 +36,20 @@ def test_what_wears_drives_is_told_before_the_first_step(opened, caplog):
     assert "writes 0.00" in told[1] or "writes 0 " in told[1]
 
 
-def test_places_come_back(opened):
+def have_no_places(offloader):
     """A place is free once its last read has ended, in a worker."""
-    offloader = opened()
     tier = offloader._parts.parameters.gradients._tiers.ssd
+    return eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
+
+
+def test_places_come_back(opened):
+    offloader = opened()
     loop = Loop(offloader).run(2)
     num_units = set()
     for _ in range(4):
         loop.run(1)
         offloader.send_out_weights()
-        assert eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
+        assert have_no_places(offloader)
         num_units.add(len(pager_of(offloader).units))
     assert len(num_units) == 1
 
@@ -52,7 +57,6 @@ def test_places_come_back(opened):
 def test_of_models_that_are_gone_nothing_is_left(opened):
     offloader = opened()
     offloader.expect_no_optimizer()
-    tier = offloader._parts.parameters.gradients._tiers.ssd
     for _ in range(3):
         loop = Loop()
         offloader.register_module(loop.model)
@@ -61,7 +65,7 @@ def test_of_models_that_are_gone_nothing_is_left(opened):
         del loop
         gc.collect()
         offloader.send_out_weights()
-    assert eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
+    assert have_no_places(offloader)
     assert not pager_of(offloader).weights
 
 
@@ -107,22 +111,16 @@ def clip(model):
     return nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
-class Failing:
-    """Drives that fail from :meth:`begin` on, until they are told to stop."""
+class Failing(Switch):
+    """In one part of a step."""
 
     def __init__(self, window, **fails):
-        self._window, self._fails = window, fails
-        self._backends = []
-
-    def wrap(self, backend):
-        self._backends.append(FaultyBackend(backend))
-        return self._backends[-1]
+        super().__init__(**fails)
+        self._window = window
 
     def begin(self, window):
-        """A part of a step begins: in one of them the drives fail."""
-        for name, error in self._fails.items():
-            for backend in self._backends:
-                setattr(backend, name, always(error) if window == self._window else None)
+        """Another part begins."""
+        self.is_on = window == self._window
 
 
 @pytest.mark.parametrize("failure", [eio, enospc])
@@ -139,7 +137,7 @@ def test_a_drive_that_takes_nothing_for_a_while_costs_no_bit(window, failure, op
                 failing.begin("accumulation")
                 loop.backward(step=2 * step + 1)
                 failing.begin("clipping")
-                seen += [clip(loop.model), *(p.grad.clone() for p in loop.model.parameters())]
+                seen += [clip(loop.model), *gradients_of(loop.model)]
                 failing.begin("update")
                 loop.optimizer.step()
                 failing.begin("end")
@@ -174,37 +172,38 @@ def test_a_drive_that_gives_nothing_back_says_what_to_do(window, opened):
     assert same(loop.run(2).result(), plain.run(2).result())
 
 
+OF_GRADIENTS, OF_WEIGHTS = ("device_gradients", "device_moves"), ("device_memory", "device_pager", "pager")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("parameters", "one_in"),
-    [("offload", 4), *(pytest.param(away, 1, marks=pytest.mark.exhaustive) for away in ("keep", "offload"))],
+    ("names", "parameters", "one_in"),
+    [
+        (OF_GRADIENTS, "offload", 4),
+        pytest.param(OF_GRADIENTS, "keep", 1, marks=pytest.mark.exhaustive),
+        pytest.param(OF_GRADIENTS, "offload", 1, marks=pytest.mark.exhaustive),
+        pytest.param(OF_WEIGHTS, "offload", 1, marks=pytest.mark.exhaustive),
+    ],
 )
-def test_an_interrupt_leaves_gradients_as_they_were_or_became(parameters, one_in, spill_dir, monkeypatch):
+def test_an_interrupt_leaves_gradients_as_they_were_or_became(names, parameters, one_in, spill_dir, monkeypatch):
     """In accumulation, clipping and update. Then the last checkpoint is loaded, and the step repeated."""
     monkeypatch.setattr(weight_loops, "NUM_BLOCKS", 2)
 
-    def step(loop, seen=None):
+    def step(loop, see=lambda model: None):
         for number in range(2):
             loop.backward(step=number)
-            if seen is not None:
-                seen.append([p.grad.clone() for p in loop.model.parameters()])
+            see(loop.model)
         clip(loop.model)
-        if seen is not None:
-            seen.append([p.grad.clone() for p in loop.model.parameters()])
+        see(loop.model)
         loop.optimizer.step()
 
-    names = ("device_gradients", "device_moves")
     points, num = PointsIn(*(f"parameters/{name}.py" for name in names), one_in=one_in), 0
-    with (
-        late_copies(max_delay_s=0) as copies,
-        Offloader(
-            policy=policy(parameters=parameters), hardware=HardwareProfile(paths=[spill_dir]), _copies=copies
-        ) as offloader,
-    ):
+    settings = {**EVERYTHING, "parameters": parameters, "activations": "keep", "min_tensor_bytes": MIN_TENSOR}
+    with late_copies(max_delay_s=0) as copies, offloader_in(spill_dir, **settings, _copies=copies) as offloader:
         loop = Loop(offloader).run(1)
         checkpoint = Checkpoint(loop)
         plain, seen = checkpoint.load(Loop()), []
-        step(plain, seen)
+        step(plain, lambda model: seen.append(gradients_of(model)))
         expected = plain.result()
         checkpoint.load(loop)
         while (where := points.interrupt(lambda: step(loop))) is not None:
@@ -220,9 +219,7 @@ def test_an_interrupt_leaves_gradients_as_they_were_or_became(parameters, one_in
         checkpoint.load(loop)  # the last step was not interrupted, and has left gradients
         gc.collect()
         assert eventually(offloader, lambda: not pager_of(offloader).weights)
-        if parameters == "keep":
-            tier = offloader._parts.parameters.gradients._tiers.ssd
-            assert eventually(offloader, lambda: not sum(arena.used_bytes for arena in tier._arenas))
+        assert parameters != "keep" or have_no_places(offloader)
 
 
 @each_once(
@@ -232,10 +229,5 @@ def test_an_interrupt_leaves_gradients_as_they_were_or_became(parameters, one_in
     range(2),
 )
 def test_no_race(program, host_memory, seed, spill_dir):
-    options = PROGRAMS[program]
-    expected = Loop(**options).run(3).result()
-    with pretended_device(seed=seed) as device, weights_of(device):
-        hardware = HardwareProfile(paths=[spill_dir], host_memory=host_memory)
-        with Offloader(policy=policy(parameters="offload"), hardware=hardware, **on(device)) as offloader:
-            assert same(Loop(offloader, **options).run(3).result(), expected)
-    assert not device.faults, set(device.faults)
+    settings = {**EVERYTHING, "activations": "keep", "min_tensor_bytes": MIN_TENSOR, "host_memory": host_memory}
+    assert_no_race(lambda each, _: Loop(each, **PROGRAMS[program]).run(3).result(), spill_dir, seed=seed, **settings)

@@ -14,7 +14,9 @@ from lightning_ssd import OffloadPolicy
 from lightning_ssd.parameters.guard.guard import is_guarded
 from tests.parameters.test_device_training import NUM_BYTES, NUM_WEIGHTS, Uncounted
 from tests.parameters.test_device_weights import away, eventually
-from tests.parameters.test_everything_away import HOLDERS, gradient_twice
+from tests.parameters.test_everything_away import (  # noqa: F401  # a test, here with our own offloaders
+    test_a_gradient_that_somebody_has_is_not_exchanged,
+)
 from tests.support.weight_loops import (
     MIN_TENSOR,
     PLAIN,
@@ -36,10 +38,8 @@ NUM_GRADIENTS = NUM_WEIGHTS
 
 
 def policy(**options):
-    chosen = GRADIENTS | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR} | options
-    if chosen["optimizer_states"] == "offload":
-        chosen = {"per_parameter_optimizers": ("Uncounted", "Scribbler")} | chosen
-    return OffloadPolicy(**chosen)
+    declared = {"per_parameter_optimizers": ("Uncounted", "Scribbler")}
+    return OffloadPolicy(**GRADIENTS | {"activations": "keep", "min_tensor_bytes": MIN_TENSOR} | declared | options)
 
 
 def gone(model):
@@ -294,11 +294,6 @@ def test_what_is_done_to_gradients(does, set_to_none, opened):
     plain, loop = Loop(**options).run(4), Loop(opened(), **options).run(4)
     assert same(loop.result(), plain.result())
     assert same(loop.model.__dict__.get("held", []), plain.model.__dict__.get("held", []))
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_gradient_that_somebody_has(holder, opened):
-    assert same(gradient_twice(HOLDERS[holder], opened()), gradient_twice(HOLDERS[holder], PLAIN))
 
 
 def test_a_sparse_gradient_stays(opened):

@@ -11,7 +11,8 @@ from tests.parameters.test_device_gradients import pager_of
 from tests.parameters.test_device_training import have_left, policy  # noqa: F401  # the policy is that of ``opened``
 from tests.support.helpers import meaning_of
 from tests.support.pairs import pairwise, some_of_each
-from tests.support.weight_loops import WIDTH, Block, Loop, Net, batches, same
+from tests.support.residency import register
+from tests.support.weight_loops import PLAIN, WIDTH, Block, Loop, Net, batches, gradients_of, same
 
 IS_LATE = True
 pytestmark = pytest.mark.usefixtures("many_parts")
@@ -154,25 +155,20 @@ def test_graphs_that_outlive_their_step(holds, opened):
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 kept[0].backward()
             kept[-1].backward()
-            results[-1] += [p.grad.clone() for p in loop.model.parameters()]
+            results[-1] += gradients_of(loop.model)
     assert same(*results)
 
 
 def test_two_backwards_through_one_graph_and_a_step_in_between(opened):
     messages, results = [], []
-    for offloader in (None, opened()):
+    for offloader in (PLAIN, opened()):
         loop = Loop(offloader)
-        ids = next(batches(1))
-        if offloader is None:
-            loss = loop._loss(ids)
-        else:
-            with offloader.saved_tensors():
-                loss = loop._loss(ids)
+        with offloader.saved_tensors():
+            loss = loop._loss(next(batches(1)))
         loss.backward(retain_graph=True)
         loss.backward(retain_graph=True)
-        results.append([p.grad.clone() for p in loop.model.parameters()])
-        if offloader is not None:
-            offloader.end_backward()
+        results.append(gradients_of(loop.model))
+        offloader.end_backward()
         loop.optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as refused:
             loss.backward()
@@ -190,9 +186,7 @@ def test_compiled_blocks(opened):
         for block in loop.model.blocks:
             block.compile(backend="aot_eager")
         if offloader is not None:
-            offloader.register_module(loop.model)
-            loop.offloader = offloader
-            loop.optimizer = offloader.offload_optimizer(torch.optim.AdamW(loop.model.parameters(), lr=1e-2))
+            register(loop, offloader)
         results.append(loop.run().result())
     assert same(*results)
 

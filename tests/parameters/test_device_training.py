@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd import OffloadPolicy
 from lightning_ssd.errors import ConfigError, OutOfSpaceError, StorageError
 from lightning_ssd.parameters.guard.guard import GUARDED
 from tests.parameters.test_device_weights import away, eventually
@@ -16,12 +16,11 @@ from tests.parameters.test_everything_away import (  # noqa: F401  # these are t
     test_after_closing_training_goes_on_in_memory,
     test_resuming_from_state_dicts,
 )
-from tests.support.faults import FaultyBackend, eio
-from tests.support.interrupted_points import Checkpoint, PointsIn
-from tests.support.late import late_copies
+from tests.support.faults import eio
+from tests.support.opened import offloader_in
 from tests.support.pairs import each_once
-from tests.support.pretended_training import on, pretended_device
-from tests.support.pretended_weights import weights_of
+from tests.support.races import assert_no_race
+from tests.support.switched_faults import Switch
 from tests.support.weight_loops import (
     MIN_TENSOR,
     NUM_BLOCKS,
@@ -31,6 +30,7 @@ from tests.support.weight_loops import (
     Loop,
     batches,
     equal_weights,
+    passed,
     same,
 )
 
@@ -110,9 +110,8 @@ def test_versions_are_those_of_plain_training(opened):
 
 def test_master_weights(opened, spill_dir):
     options = {"dtype": torch.bfloat16}
-    hardware = HardwareProfile(paths=[spill_dir])
-    states_alone = policy(parameters="keep", master_weights=True)
-    with Offloader(policy=states_alone, hardware=hardware) as offloader:
+    states_alone = {"optimizer_states": "offload", "activations": "keep", "master_weights": True}
+    with offloader_in(spill_dir, **states_alone, min_tensor_bytes=MIN_TENSOR) as offloader:
         expected = Loop(offloader, **options).run().result()
     assert same(Loop(opened(master_weights=True), **options).run().result(), expected)
 
@@ -122,10 +121,7 @@ def test_an_update_reads_and_writes_each_weight_once(opened):
     loop = Loop(offloader).run(1)
     assert have_left(offloader, loop.model)
     tier = offloader._parts.parameters.weights._tiers.ssd
-    with offloader.saved_tensors():
-        loss = loop._loss(next(batches(1)))
-    loss.backward()
-    offloader.end_backward()
+    loop.backward()
     assert have_left(offloader, loop.model)
     before = tier.progress()
     loop.optimizer.step()
@@ -145,10 +141,7 @@ def test_no_more_than_some_blocks_are_in_memory(opened):
     optimizer = offloader.offload_optimizer(torch.optim.AdamW(blocks.parameters()))
     for _ in range(3):
         offloader.reset_peaks()
-        with offloader.saved_tensors():
-            loss = blocks(torch.randn(4, WIDTH)).square().mean()
-        loss.backward()
-        offloader.end_backward()
+        passed(offloader, lambda: blocks(torch.randn(4, WIDTH)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
     assert offloader.stats.weights_bytes == 12 * block_bytes
@@ -282,16 +275,15 @@ def test_a_checkpoint_in_the_middle_is_made_of_host_copies(opened):
     assert same(list(state.values()), list(Loop().run(2).model.state_dict().values()))
 
 
-# -- when a drive fails, is full, or somebody presses Ctrl-C -----------------------------------------------------------
+# -- when a drive fails or is full -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("failure", [eio, lambda: OutOfSpaceError(28, "No space left on device")], ids=["eio", "full"])
 def test_updated_weights_that_cannot_be_written_stay(failure, opened):
-    failing = [False]
-    backend = lambda inner: FaultyBackend(inner, fail_write=lambda call: failure() if failing[0] else None)  # noqa: E731
-    offloader = opened(_wrap_backend=backend)
+    failing = Switch(fail_write=failure)
+    offloader = opened(_wrap_backend=failing.wrap)
     loop, plain = Loop(offloader), Loop()
-    failing[0] = True
+    failing.is_on = True
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         loop.run()
@@ -299,55 +291,22 @@ def test_updated_weights_that_cannot_be_written_stay(failure, opened):
     assert [text.split()[0] for text in texts] == ["optimizer", "weight"]  # each once
     assert "was changed and cannot be written" in texts[1]
     assert away(loop.model) == []
-    failing[0] = False
+    failing.is_on = False
     assert same(loop.result(), plain.run().result())
 
 
 def test_a_read_that_fails_in_the_update_names_the_weight_and_leaves_the_step_incomplete(opened):
-    failing = [False]
-    backend = lambda inner: FaultyBackend(inner, fail_read=lambda call: eio() if failing[0] else None)  # noqa: E731
-    offloader = opened(_wrap_backend=backend)
-
-    def fail(model, optimizer, step):
-        assert have_left(offloader, model)
-        failing[0] = True
-
-    loop = Loop(offloader, before_step=fail)
-    loop.optimizer.zero_grad()
+    failing = Switch(fail_read=eio)
+    offloader = opened(_wrap_backend=failing.wrap)
+    loop = Loop(offloader).backward()
+    assert have_left(offloader, loop.model)
+    failing.is_on = True
     with pytest.raises(StorageError) as refused:
-        _one_step(loop, offloader, fail)
+        loop.optimizer.step()
     assert "This was weight" in "".join(getattr(refused.value, "__notes__", ()))
     with pytest.raises(RuntimeError, match="an earlier step of this optimizer is incomplete"):
         loop.optimizer.step()
-    failing[0] = False
-
-
-def _one_step(loop, offloader, before_step):
-    with offloader.saved_tensors():
-        loss = loop._loss(next(batches(1)))
-    loss.backward()
-    offloader.end_backward()
-    before_step(loop.model, loop.optimizer, 0)
-    loop.optimizer.step()
-
-
-@pytest.mark.exhaustive
-def test_an_interrupt_at_each_point_costs_no_bit(spill_dir):
-    """Of a whole step: after it the last checkpoint is loaded, and the step repeated."""
-    hardware = HardwareProfile(paths=[spill_dir])
-    points, num = PointsIn(*(f"parameters/{name}.py" for name in ("device_memory", "device_pager", "pager"))), 0
-    with (
-        late_copies(max_delay_s=0) as copies,
-        Offloader(policy=policy(), hardware=hardware, _copies=copies) as offloader,
-    ):
-        loop = Loop(offloader).run(1)
-        checkpoint = Checkpoint(loop)
-        expected = checkpoint.load(Loop()).run(1).result()
-        while (where := points.interrupt(lambda: loop.run(1))) is not None:
-            num += 1
-            assert same(checkpoint.load(loop).run(1).result(), expected), where
-            checkpoint.load(loop)
-    assert num > 100
+    failing.is_on = False
 
 
 # -- the order of copies -----------------------------------------------------------------------------------------------
@@ -355,8 +314,6 @@ def test_an_interrupt_at_each_point_costs_no_bit(spill_dir):
 
 @each_once("seed, host_memory, activations", range(3), [0, "1MiB", "1GiB"], ["keep", "offload", "recompute"])
 def test_no_race(activations, host_memory, seed, spill_dir):
-    """On a device whose streams run in any order, and whose races are faults."""
-
     def trained(offloader, device):
         def aside(model, *_):
             with torch.no_grad():
@@ -369,11 +326,5 @@ def test_no_race(activations, host_memory, seed, spill_dir):
         seen = []
         return Loop(offloader, after_step=aside, accumulate=2).run(3).result() + seen
 
-    with pretended_device(seed=seed, lag_s=0.001) as device, weights_of(device):
-        expected = trained(None, device)
-        hardware = HardwareProfile(paths=[spill_dir], allow_unsuitable_paths=True, host_memory=host_memory)
-        with Offloader(policy=policy(activations=activations), hardware=hardware, **on(device)).open() as offloader:
-            found = trained(offloader, device)
-        assert same(found, expected)
-    assert device.faults == []
-    assert device.num_copies > 0
+    settings = {**TRAINED, "min_tensor_bytes": MIN_TENSOR, "activations": activations, "host_memory": host_memory}
+    assert_no_race(trained, spill_dir, seed=seed, **settings)

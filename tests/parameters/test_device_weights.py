@@ -2,12 +2,12 @@
 
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.tiers.ssd import SsdTier
@@ -19,14 +19,15 @@ from tests.parameters.test_paged_weights import (  # noqa: F401  # these are tes
     test_copies_are_memory_of_their_own,
     test_edits_between_steps_are_not_lost,
     test_parts_of_one_storage_move_together,
+    test_training_is_bit_for_bit_that_of_plain_pytorch,
     test_two_backwards_through_one_graph,
     test_with_autocast,
     test_with_checkpoints_of_the_model_s_own,
 )
 from tests.support.faults import FaultyBackend, always, eio
-from tests.support.late import late_copies
 from tests.support.patience import PATIENCE_S
 from tests.support.residency import NUM_WEIGHTS
+from tests.support.switched_faults import Switch
 from tests.support.weight_loops import NUM_BLOCKS, VOCABULARY, WIDTH, batches, built, equal_weights, frozen, same, train
 
 IS_LATE = True
@@ -58,20 +59,6 @@ def eventually(offloader, is_so):
         offloader.send_out_weights()
         time.sleep(0.01)
     return is_so()
-
-
-@pytest.mark.parametrize("activations", ["keep", "offload", "auto", "recompute", "recompute_offload"])
-def test_training_is_exact(activations, opened):
-    plain, model = built(), built()
-    expected = train(plain)
-    offloader = opened(model, activations=activations)
-    assert len(away(model)) == NUM_WEIGHTS
-    assert same(train(model, offloader), expected)
-    assert eventually(offloader, lambda: len(away(model)) >= NUM_WEIGHTS - 1)  # the first one may be on its way again
-    stats = offloader.stats
-    assert stats.weights_bytes == NUM_BYTES
-    assert 0 < stats.weights_resident_peak_bytes < stats.weights_bytes
-    assert equal_weights(model, plain)
 
 
 @pytest.mark.parametrize("host_memory", [0, "1MiB", "1GiB"])
@@ -194,17 +181,14 @@ def test_a_checkpoint_is_made_of_host_copies(opened):
 
 
 def test_a_read_that_fails_names_the_weight_and_may_be_tried_again(opened):
-    failing = [False]
-
+    failing = Switch(fail_read=eio)
     plain, model = built(), built()
-    offloader = opened(
-        model, _wrap_backend=lambda inner: FaultyBackend(inner, fail_read=lambda call: eio() if failing[0] else None)
-    )
-    failing[0] = True
+    offloader = opened(model, _wrap_backend=failing.wrap)
+    failing.is_on = True
     with pytest.raises(StorageError) as refused:
         train(model, offloader, steps=1)
     assert "weight embedding.weight" in "".join(refused.value.__notes__)
-    failing[0] = False
+    failing.is_on = False
     model.zero_grad()
     assert same(train(model, offloader), train(plain))
 
@@ -212,23 +196,21 @@ def test_a_read_that_fails_names_the_weight_and_may_be_tried_again(opened):
 def test_a_weight_that_cannot_be_written_stays(opened):
     plain, model = built(), built()
     with pytest.raises(StorageError, match=r"weight embedding\.weight could not be written"):
-        opened(model, _wrap_backend=lambda inner: FaultyBackend(inner, fail_write=always(eio)))
+        opened(model, _wrap_backend=partial(FaultyBackend, fail_write=always(eio)))
     assert equal_weights(model, plain)
     assert same(train(model), train(plain))
 
 
 def test_a_changed_weight_that_cannot_be_written_stays(opened):
-    failing = [False]
+    failing = Switch(fail_write=eio)
 
     def change(model, step):
         with torch.no_grad():
             model.blocks[1].up.weight.mul_(1.5)
 
     plain, model = built(), built()
-    offloader = opened(
-        model, _wrap_backend=lambda inner: FaultyBackend(inner, fail_write=lambda call: eio() if failing[0] else None)
-    )
-    failing[0] = True
+    offloader = opened(model, _wrap_backend=failing.wrap)
+    failing.is_on = True
     with pytest.warns(UserWarning, match=r"weight blocks\.1\.up\.weight was changed and cannot be written") as told:
         assert same(train(model, offloader, between=change), train(plain, between=change))
     assert len(told) == 1
@@ -249,24 +231,15 @@ def test_what_was_made_in_inference_mode_stays(opened):
         assert torch.equal(model(next(batches(1))), plain(next(batches(1))))
 
 
-def test_a_weight_that_does_not_come_back_at_the_end_is_an_error(spill_dir):
-    failing = [False]
-
-    model = built()
-    with late_copies() as copies:
-        hardware = HardwareProfile(paths=[spill_dir])
-        offloader = Offloader(
-            policy=policy(),
-            hardware=hardware,
-            _copies=copies,
-            _wrap_backend=lambda inner: FaultyBackend(inner, fail_read=lambda call: eio() if failing[0] else None),
-        ).open(model)
-        failing[0] = True
-        with pytest.raises(StorageError):
-            offloader.close()
-        with pytest.raises(OffloaderClosedError, match="did not come back when the offloader was closed"):
-            model.blocks[0].up.weight.sum()
-        assert "data" not in vars(nn.Parameter)
+def test_a_weight_that_does_not_come_back_at_the_end_is_an_error(opened):
+    failing, model = Switch(fail_read=eio), built()
+    offloader = opened(model, _wrap_backend=failing.wrap)
+    failing.is_on = True
+    with pytest.raises(StorageError):
+        offloader.close()
+    with pytest.raises(OffloaderClosedError, match="did not come back when the offloader was closed"):
+        model.blocks[0].up.weight.sum()
+    assert "data" not in vars(nn.Parameter)
 
 
 def test_memory_that_was_taken_is_not_taken_twice(opened, monkeypatch):

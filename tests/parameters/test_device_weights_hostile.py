@@ -2,8 +2,8 @@
 
 import copy
 import ctypes
+import faulthandler
 import gc
-import os
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.common import sent_storages
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.parameters import device_memory
+from tests.parameters.test_device_gradients import Gives
 from tests.parameters.test_device_weights import NUM_WEIGHTS, Scale, away, eventually
-from tests.parameters.test_paged_weights import policy
+from tests.parameters.test_paged_weights import policy  # noqa: F401  # that of ``opened``
 from tests.support.pairs import each_once
-from tests.support.pretended_training import on, pretended_device
-from tests.support.pretended_weights import weights_of
-from tests.support.weight_loops import PLAIN, WIDTH, batches, built, passed, same, train
+from tests.support.races import assert_no_race
+from tests.support.weight_loops import MIN_TENSOR, PLAIN, WIDTH, batches, built, in_a_fork, passed, same, train
 
 IS_LATE = True
 pytestmark = [
@@ -290,19 +289,11 @@ def test_any_use_brings_a_weight_back(name, opened):
 
 
 def _prehook(weight, where):
-    class Gives(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return weight
-
     x = torch.ones(64, 256, requires_grad=True)
     if where == "hook":
         x.register_hook(lambda gradient: weight)
-    (Gives.apply(x) if where == "backward" else x * 2).backward(weight if where == "argument" else torch.ones(64, 256))
+    y = Gives.apply(x, lambda: weight) if where == "backward" else x * 2
+    y.backward(weight if where == "argument" else torch.ones(64, 256))
     return x.grad
 
 
@@ -365,17 +356,13 @@ def test_entries_in_c(name, opened):
     holder.weight = weight
     opened(holder)
     assert away(holder)
-    pid = os.fork()
-    if pid == 0:
-        os.close(2)
-        try:
+
+    def use():
+        faulthandler.disable()  # crashes are expected
+        with pytest.raises(OffloaderClosedError):
             IN_C.get(name, torch.sin)(weight)
-        except OffloaderClosedError:
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    assert in_a_fork(use) == 0
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------
@@ -453,37 +440,17 @@ def test_parts_of_a_storage_of_which_one_is_gone(opened):
     del model.other
     model.one.sum()
     gc.collect()
-    deadline_s = time.monotonic() + 3
-    while not away(model) and time.monotonic() < deadline_s:
-        offloader.send_out_weights()
-        time.sleep(0.01)
-    assert away(model) == ["one"]
+    assert eventually(offloader, lambda: away(model) == ["one"])
 
 
 # -- races -------------------------------------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def raced(spill_dir):
-    def run(program, seed, **options):
-        hardware = HardwareProfile(
-            paths=[spill_dir], allow_unsuitable_paths=True, host_memory=options.pop("host_memory", 0)
-        )
-        with pretended_device(seed=seed, lag_s=0.001 * (seed + 1)) as device, weights_of(device):
-            expected = program(None, device)
-            offloader = Offloader(policy=policy(**options), hardware=hardware, **on(device))
-            got = program(offloader, device)
-            offloader.close()
-        assert same(got, expected)
-        return device.faults
-
-    return run
+FROZEN_AWAY = {"parameters": "offload", "min_tensor_bytes": MIN_TENSOR}
 
 
 def _trained(offloader, device):
     model, found = built(), []
-    if offloader is not None:
-        offloader.open(model)
+    (offloader or PLAIN).register_module(model)
 
     def between(model, step):
         with torch.no_grad():
@@ -498,8 +465,8 @@ def _trained(offloader, device):
 
 
 @each_once("activations, host_memory, seed", ["keep", "offload", "recompute"], [0, "1MiB", "1GiB"], range(2))
-def test_no_race(seed, host_memory, activations, raced):
-    assert raced(_trained, seed, host_memory=host_memory, activations=activations) == []
+def test_no_race(seed, host_memory, activations, spill_dir):
+    assert_no_race(_trained, spill_dir, seed=seed, host_memory=host_memory, activations=activations, **FROZEN_AWAY)
 
 
 class Aside(nn.Module):
@@ -516,15 +483,14 @@ class Aside(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_stream_of_the_model_s_own_that_is_joined_later(seed, raced):
+def test_a_stream_of_the_model_s_own_that_is_joined_later(seed, spill_dir):
     def program(offloader, device):
         torch.manual_seed(0)
         blocks = nn.ModuleList(Aside() for _ in range(4)).requires_grad_(False)
         x, constant = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
         with device.stream("side"):
             device.wait_stream("main")
-        if offloader is not None:
-            offloader.open(blocks)
+        (offloader or PLAIN).register_module(blocks)
         found = []
         for _ in range(3):
             with torch.no_grad():
@@ -535,4 +501,4 @@ def test_a_stream_of_the_model_s_own_that_is_joined_later(seed, raced):
                 found += [y, *(block.found + 0 for block in blocks)]
         return found
 
-    assert raced(program, seed) == []
+    assert_no_race(program, spill_dir, seed=seed, activations="keep", host_memory=0, **FROZEN_AWAY)

@@ -1,7 +1,6 @@
 """What is read ahead into the page cache is what is wanted now, and not what was wanted before."""
 
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -14,10 +13,11 @@ from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager
 from lightning_ssd.parameters.pager import Weight
 from lightning_ssd.storage.posix import PosixBackend
+from tests.support.host_traffic import wait_until
+from tests.support.patience import PATIENCE_S
 
 NUM_PARTS = 3
 """Of each weight, in which it is read."""
-PATIENCE_S = 20.0
 
 
 @contextmanager
@@ -106,8 +106,5 @@ def test_what_was_mapped_ahead_and_is_not_used_leaves(spill_dir, monkeypatch, ha
             threading.Timer(0.2, may_come.set).start()
         use(pager, pager.units[4])  # what comes after it is not known
         latch.wait()
-        deadline_s = time.monotonic() + PATIENCE_S
-        while pager.resident_bytes:  # until the reader is done with it
-            assert time.monotonic() < deadline_s
-            time.sleep(0.001)
+        wait_until(lambda: not pager.resident_bytes)  # the reader is done with it
         assert first.resident_bytes is None

@@ -15,6 +15,7 @@ from tests.support.pairs import pairwise
 from tests.support.weight_loops import (
     MIN_TENSOR,
     NUM_BLOCKS,
+    PLAIN,
     VOCABULARY,
     WIDTH,
     Net,
@@ -22,6 +23,7 @@ from tests.support.weight_loops import (
     built,
     equal_weights,
     frozen,
+    passed,
     same,
     train,
 )
@@ -46,10 +48,10 @@ def test_training_is_bit_for_bit_that_of_plain_pytorch(activations, optimizer, o
     expected = train(plain, optimizer=optimizer)
     offloader = opened(model, activations=activations)
     assert same(train(model, offloader, optimizer=optimizer), expected)
-    assert equal_weights(model, plain)
     # Two matrices a block, and the embedding; biases are too small.
     assert offloader.stats.weights_bytes == 4 * (NUM_BLOCKS * 8 * WIDTH * WIDTH + VOCABULARY * WIDTH)
     assert 0 < offloader.stats.weights_resident_peak_bytes < offloader.stats.weights_bytes
+    assert equal_weights(model, plain)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -124,18 +126,15 @@ def test_two_backwards_through_one_graph(opened):
     plain, model = built(), built()
     offloader = opened(model)
     for _ in range(2):
-        losses = []
-        for one, context in ((plain, None), (model, offloader)):
-            if context is None:
+        gradients = []
+        for one, context in ((plain, PLAIN), (model, offloader)):
+            with context.saved_tensors():
                 loss = one(next(batches(1))).logsumexp(-1).mean()
-            else:
-                with context.saved_tensors():
-                    loss = one(next(batches(1))).logsumexp(-1).mean()
             loss.backward(retain_graph=True)
             loss.backward()
-            losses.append([p.grad for p in one.parameters() if p.grad is not None])
-        offloader.end_backward()
-        assert same(*losses)
+            context.end_backward()
+            gradients.append([p.grad for p in one.parameters() if p.grad is not None])
+        assert same(*gradients)
 
 
 # -- edits of frozen weights, seen and unseen ------------------------------------------------------------------------
@@ -184,13 +183,10 @@ def test_edits_between_steps_are_not_lost(edit, opened):
 
 def test_an_edit_between_forward_and_backward_is_pytorch_s_error(opened):
     messages = []
-    for offloader in (None, opened()):
+    for offloader in (PLAIN, opened()):
         model = built()
-        if offloader is not None:
-            offloader.register_module(model)
-            with offloader.saved_tensors():
-                loss = model(next(batches(1))).sum()
-        else:
+        offloader.register_module(model)
+        with offloader.saved_tensors():
             loss = model(next(batches(1))).sum()
         with torch.no_grad():
             model.blocks[1].up.weight.mul_(2)
@@ -218,10 +214,7 @@ def test_a_thread_that_edits_while_training_runs(opened):
     thread.start()
     try:
         for _ in range(30):
-            with offloader.saved_tensors():
-                loss = model.blocks[0](torch.ones(2, WIDTH)).sum()
-            loss.backward()
-            offloader.end_backward()
+            passed(offloader, lambda: model.blocks[0](torch.ones(2, WIDTH)).sum())
     finally:
         ends.set()
         thread.join()
@@ -275,9 +268,7 @@ def test_parts_of_one_storage_move_together(opened):
     assert model.q.untyped_storage().data_ptr() == model.v.untyped_storage().data_ptr()
     results = []
     for one in (plain, model):
-        with offloader.saved_tensors():
-            loss = one(torch.ones(2, WIDTH)).sum()
-        loss.backward()
+        loss = passed(offloader, lambda one=one: one(torch.ones(2, WIDTH)).sum())
         results.append([loss.detach(), one.scale.grad])
     assert same(*results)
 
@@ -291,15 +282,14 @@ def test_a_buffer_in_the_same_memory_keeps_it_there(opened):
 
 def test_identity_shape_and_version_stay(opened):
     model = built()
-    weights = dict(model.named_parameters())
-    facts = {
-        n: (id(p), p.shape, p.stride(), p._version, p.requires_grad, p.is_leaf, type(p)) for n, p in weights.items()
-    }
+
+    def facts():
+        named = model.named_parameters()
+        return [(n, id(p), p.shape, p.stride(), p._version, p.requires_grad, p.is_leaf, type(p)) for n, p in named]
+
+    before = facts()
     opened(model)
-    now = dict(model.named_parameters())
-    assert facts == {
-        n: (id(p), p.shape, p.stride(), p._version, p.requires_grad, p.is_leaf, type(p)) for n, p in now.items()
-    }
+    assert facts() == before
 
 
 @pytest.mark.parametrize("modes", [(True, False), (False, True), (True, True)], ids=["built", "registered", "both"])

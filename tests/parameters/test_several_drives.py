@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import threading
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lightning_ssd.parameters.pager import Weight
 from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
+from tests.parameters.test_changing_files import evict
 from tests.support.offloaders import offloaders
 from tests.support.patience import PATIENCE_S
 from tests.support.weight_loops import MIN_TENSOR, PROGRAMS, Loop, same
@@ -47,17 +49,14 @@ def directories(spill_dir):
 @pytest.fixture
 def opens(directories):
     """Opens files in the first directories, with these rates."""
-    backend = PosixBackend(directories)
-    made = []
+    with ExitStack() as stack:
+        backend = stack.enter_context(closing(PosixBackend(directories)))
 
-    def open_them(*rates, wrap=lambda backend: backend, **options):
-        made.append(WeightFiles(wrap(backend), directories[: len(rates)], rates=rates, **options))
-        return made[-1]
+        def open_them(*rates, wrap=lambda backend: backend):
+            files = WeightFiles(wrap(backend), directories[: len(rates)], rates=rates)
+            return stack.enter_context(closing(files))
 
-    yield open_them
-    for files in made:
-        files.close()
-    backend.close()
+        yield open_them
 
 
 def random_bytes(nbytes=NBYTES, start=0):
@@ -71,13 +70,6 @@ def random_bytes(nbytes=NBYTES, start=0):
 
 def shown(mapped):
     return torch.empty(0, dtype=torch.uint8).set_(mapped.show())
-
-
-def evict(files):
-    files.sync()
-    for arena in files._arenas:
-        with arena.use() as fd:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @pytest.mark.parametrize("start", [0, 8], ids=["aligned", "unaligned"])
@@ -226,10 +218,8 @@ def test_a_unit_is_read_from_all_drives_at_once(opens, monkeypatch, is_frozen, i
             pager.leave(pager.units[number])
         together = Together(monkeypatch, 3)
         pager.enter(pager.units[order[-1]])
-        try:
+        with closing(pager):
             assert together.has_happened()
-        finally:
-            pager.close()
     assert len(memory) == 2
 
 
@@ -237,13 +227,10 @@ def test_what_is_updated_next_is_read_from_all_drives_at_once(opens, monkeypatch
     files = opens(1.0, 1.0, 1.0)
     mapped = files.write(torch.randn(NBYTES // 4).untyped_storage(), changes=True)
     parameter = nn.Parameter(torch.empty(0).set_(mapped.show()))
-    pages = UpdatePages(files, HostRoom())
     together = Together(monkeypatch, 3)
-    try:
-        with pages.updating([], [Piece(parameter, 0, parameter.numel())]):
-            assert together.has_happened()
-    finally:
-        pages.close()
+    coming = [Piece(parameter, 0, parameter.numel())]
+    with closing(UpdatePages(files, HostRoom())) as pages, pages.updating([], coming):
+        assert together.has_happened()
 
 
 EVERYTHING = {"parameters": "offload", "gradients": "offload", "optimizer_states": "offload"}

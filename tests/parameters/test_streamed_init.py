@@ -1,33 +1,23 @@
 """Models that are built inside of ``streamed_init()``, several at once: the weights of each, and nothing is left."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed.fsdp
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader
 from tests.parameters.test_paged_weights import policy
-from tests.support.late import late_copies
+from tests.support.offloaders import offloaders
 from tests.support.patience import PATIENCE_S
 from tests.support.weight_loops import built, equal_weights, same, train
 
 
 @pytest.fixture(params=["cpu", "device"])
 def opened(request, spill_dir):
-    made = []
-    hardware = HardwareProfile(paths=[spill_dir], host_memory=0)
-    with late_copies(max_delay_s=0) as copies:
-        options = {"_copies": copies} if request.param == "device" else {}
-
-        def make():
-            made.append(Offloader(policy=policy(optimizer_states="offload"), hardware=hardware, **options))
-            return made[-1].open()
-
+    with offloaders(spill_dir, partial(policy, optimizer_states="offload"), is_late=request.param == "device") as make:
         yield make
-        for offloader in made:
-            offloader.close()
 
 
 def weights_of(offloader):

@@ -60,8 +60,9 @@ def test_a_budget_is_kept_however_little_it_relieves():
     assert plan.prediction.peak_bytes <= 9_900
 
 
-def test_a_useless_drive_takes_nothing():
-    plan = make_plan(NET, ssd(0.1), PlanObjective())
+@pytest.mark.parametrize("machine", [ssd(0.1), Machine(ssd=rates(0), host=rates(100, 0))], ids=["slow", "unknown"])
+def test_a_useless_drive_takes_nothing(machine):
+    plan = make_plan(NET, machine, PlanObjective())
     assert set(plan.placements) == {KEEP}
     assert plan.prediction.peak_bytes == NET.saved_peak_bytes
 
@@ -162,11 +163,6 @@ def test_never_wanted_and_zero_length():
     assert make_plan(case, ssd(1e6), PlanObjective()).placements == (SSD, KEEP)
     zero = trace([storage(100, 0, 0, 0), storage(100, 0, None, 0)])
     assert set(make_plan(zero, ssd(1e6), PlanObjective()).placements) == {KEEP}
-
-
-def test_unknown_rates_move_nothing():
-    machine = Machine(ssd=rates(0), host=rates(100, 0))
-    assert set(make_plan(NET, machine, PlanObjective()).placements) == {KEEP}
 
 
 def test_blocks_that_the_trace_recomputes_stay_so():

@@ -19,8 +19,7 @@ from lightning_ssd.planning.recompute_trace import (
     recomputed,
     with_inner,
 )
-from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
-from tests.support.traces import network, passes, simulate
+from tests.support.traces import network, passes, simulate, storage, trace
 
 
 def times(s):
@@ -132,27 +131,12 @@ def test_laws(case, chosen):
 
 
 def test_what_no_hook_sees_of_a_recomputed_block_is_put_back_into_its_trace():
-    base = Trace(
-        storages=(
-            TracedStorage(nbytes=10, packed_s=0.1, last_used_s=0.1, wanted_s=3.5, freed_s=3.9, block=0),
-            TracedStorage(nbytes=20, packed_s=0.2, last_used_s=0.2, wanted_s=3.2, freed_s=3.4, block=0),
-            TracedStorage(nbytes=5, packed_s=1.1, last_used_s=1.1, wanted_s=2.5, freed_s=2.9, block=1),
-        ),
-        order=(2, 1, 0),
-        blocks=tuple(
-            TracedBlock(
-                name=str(i),
-                forward_start_s=float(i),
-                forward_end_s=i + 1.0,
-                backward_start_s=3.0 - i,
-                backward_end_s=4.0 - i,
-                input_nbytes=1,
-            )
-            for i in range(2)
-        ),
-        forward_end_s=2.0,
-        end_s=4.0,
+    storages = (
+        storage(10, 0.1, 3.5, 3.9, block=0),
+        storage(20, 0.2, 3.2, 3.4, block=0),
+        storage(5, 1.1, 2.5, 2.9, block=1),
     )
+    base = trace(storages, forward_end=2.0, end=4.0, blocks=network(2, 1, backward_s=1.0).blocks)
     held = inner_bytes(base, frozenset({0}))
     assert held == {0: 30}
     recorded = replace(base, storages=base.storages[2:], order=(0,), recomputed=frozenset({0}))
@@ -172,20 +156,9 @@ NBYTES = 20 << 20
 COUNT = 60
 
 
-def trace(end_s, moved_bytes):
-    unit = end_s / (2 * COUNT)
-    storages = tuple(
-        TracedStorage(
-            nbytes=NBYTES,
-            packed_s=i * unit,
-            last_used_s=(i + 0.5) * unit,
-            wanted_s=(2 * COUNT - 1 - i) * unit,
-            freed_s=(2 * COUNT - 0.1 - i) * unit,
-        )
-        for i in range(COUNT)
-    )
-    order = tuple(reversed(range(COUNT)))
-    return Trace(storages=storages, order=order, forward_end_s=end_s / 2, end_s=end_s, moved_bytes=moved_bytes)
+def pass_of(end_s, moved_bytes):
+    kept = network(1, COUNT, nbytes=NBYTES, forward_s=end_s / 2, backward_s=end_s / 2)
+    return replace(kept, moved_bytes=moved_bytes)
 
 
 @pytest.mark.parametrize("cost", [0.02, 0.1, 0.2, 0.5])
@@ -194,21 +167,13 @@ def test_a_pass_that_moved_is_planned_like_one_that_kept(cost):
     rates = TierRates(write_bytes_per_s=2e9, read_bytes_per_s=2e9)
     machine = Machine(ssd=rates, cost_s_per_byte=cost / (COUNT * NBYTES))
     goal = PlanObjective(max_slowdown=1.05)
-    kept = make_plan(trace(1.0, 0), machine, goal)
-    moved = make_plan(trace(1.0 + cost, COUNT * NBYTES), machine, goal)
+    kept = make_plan(pass_of(1.0, 0), machine, goal)
+    moved = make_plan(pass_of(1.0 + cost, COUNT * NBYTES), machine, goal)
     assert kept.moves
     assert moved.keep_step_s == pytest.approx(kept.keep_step_s) == 1.0
     assert moved.prediction.peak_bytes <= 1.05 * kept.prediction.peak_bytes
     assert moved.prediction.step_s <= 1.05 * moved.keep_step_s * (1 + 1e-9)
     assert moved.moves
-
-
-def saved(nbytes, packed_s, freed_s):
-    return TracedStorage(nbytes=nbytes, packed_s=packed_s, last_used_s=packed_s, wanted_s=freed_s, freed_s=freed_s)
-
-
-def peak(*storages):
-    return Trace(storages=storages, order=(), forward_end_s=5.0, end_s=10.0).saved_peak_bytes
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -217,6 +182,6 @@ def test_the_peak_is_that_of_some_moment(seed):
     storages = []
     for _ in range(50):
         begin, end = sorted((rng.randrange(100), rng.randrange(100)))
-        storages.append(saved(rng.randrange(1, 9), begin, end))
+        storages.append(storage(rng.randrange(1, 9), begin, end, end))
     held = (sum(s.nbytes for s in storages if s.packed_s <= now < s.freed_s) for now in range(101))
-    assert peak(*storages) == max(held)
+    assert trace(storages, end=100).saved_peak_bytes == max(held)

@@ -5,34 +5,24 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.plan import Plan, PlanObjective, Prediction, TierRates
-from lightning_ssd.planning.trace import Trace
+from lightning_ssd.planning.plan import PlanObjective, TierRates
 from lightning_ssd.scheduling.drift import DriftDetector, Measured, is_worth_switching
 from lightning_ssd.scheduling.overhead import Overhead
-from lightning_ssd.scheduling.plan_cursor import StoredPlan
-from tests.support.traces import storage
+from tests.support.stored_plans import PREDICTION, stored_plan
+from tests.support.traces import KEEP, SSD, storage
 
-KEEP, SSD = Placement.KEEP, Placement.SSD
 RATES = TierRates(write_bytes_per_s=1e9, read_bytes_per_s=2e9)
 AS_PREDICTED = Measured(step_s=1.03, overhead=Overhead(stall_s=0.03), peak_bytes=90, written_bytes=50, read_bytes=50)
-PREDICTION = Prediction(step_s=1.0, stall_s=0.01, peak_bytes=100, written_bytes=50, read_bytes=50)
 
 
 def known(*placements, goal=None, rates=RATES, movable=True, step_s=1.03, **prediction):
-    storages = (storage(50, 0.0, 0.9, 1.0), storage(50, 0.1, 0.8, 0.9, movable=movable))
-    return StoredPlan(
+    return stored_plan(
+        *placements or (SSD, KEEP),
         sizes=(50, 50),
-        trace=Trace(storages=storages, order=(1, 0), forward_end_s=0.5, end_s=1.0),
-        goal=goal or PlanObjective(),
+        storages=(storage(50, 0.0, 0.9, 1.0), storage(50, 0.1, 0.8, 0.9, movable=movable)),
+        goal=goal,
         rates=rates,
-        plan=Plan(
-            placements=placements or (SSD, KEEP),
-            limit_bytes=100,
-            ahead_bytes=0,
-            prediction=replace(PREDICTION, step_s=step_s, **prediction),
-            keep_step_s=1.0,
-        ),
+        prediction=replace(PREDICTION, step_s=step_s, **prediction),
     )
 
 

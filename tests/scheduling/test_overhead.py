@@ -7,15 +7,15 @@ import pytest
 
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
-from lightning_ssd.planning.trace import Trace, TracedStorage
+from lightning_ssd.planning.trace import Trace
 from lightning_ssd.scheduling.clock import HostClock
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.overhead import CpuCosts, Overhead, OverheadModel
 from lightning_ssd.scheduling.pass_kind import FinishedPass
 from lightning_ssd.scheduling.scheduler import Scheduler
-from tests.support.fake_passes import FakeRecorder, planned
+from tests.support.fake_passes import FakeRecorder, machine_of, opened, planned
 from tests.support.pairs import pairwise
-from tests.support.traces import simulate
+from tests.support.traces import network, simulate
 
 # -- the account ------------------------------------------------------------------------------------------------------
 
@@ -161,18 +161,7 @@ def stretched(trace, factor):
 
 
 def transformer(*, step_s, saved_bytes, count):
-    unit, back = step_s / 3 / count, 2 * step_s / 3 / count
-    storages = tuple(
-        TracedStorage(
-            nbytes=saved_bytes // count,
-            packed_s=i * unit,
-            last_used_s=(i + 0.5) * unit,
-            wanted_s=step_s / 3 + (count - 1 - i) * back,
-            freed_s=step_s / 3 + (count - 0.1 - i) * back,
-        )
-        for i in range(count)
-    )
-    return Trace(storages=storages, order=tuple(reversed(range(count))), forward_end_s=step_s / 3, end_s=step_s)
+    return network(1, count, nbytes=saved_bytes // count, forward_s=step_s / 3, backward_s=2 * step_s / 3)
 
 
 def rates(gb_per_s, capacity_bytes=None):
@@ -245,9 +234,8 @@ def test_a_drive_that_is_slower_than_it_seems_is_given_less(too_fast):
 @pytest.mark.parametrize("wear", [None, 1 << 20])
 def test_sizes_that_never_come_again_do_not_move_for_ever(wear):
     """As with padding per batch: each pass is the first of its shape."""
-    machine = Machine(ssd=rates(3.0))
-    made = Scheduler(MemoryConstraints(max_slowdown=1.05, wear_bytes_per_day=wear), lambda: machine)
-    try:
+    machine = machine_of(Machine(ssd=rates(3.0)))
+    with opened(machine=machine, max_slowdown=1.05, wear_bytes_per_day=wear) as made:
         for number in range(20):
             trace = transformer(step_s=0.05, saved_bytes=(40 + number) << 20, count=20)
             planned(made, trace, available_bytes=1 << 40)
@@ -257,5 +245,3 @@ def test_sizes_that_never_come_again_do_not_move_for_ever(wear):
                 assert places == {Placement.KEEP}, number
             else:
                 assert Placement.HOST in places, number
-    finally:
-        made.close()

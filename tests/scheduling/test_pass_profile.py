@@ -81,8 +81,6 @@ def test_budget_stays_within_its_bounds(actions):
         assert 0 <= budget.nbytes <= max(2 * largest, saved // 8, 1)
 
 
-Times = tuple[list[int], list[float], list[float | None]]
-"""Sizes, when each was packed, when each was wanted."""
 BACK_IN_REVERSE = ([100] * 10, [float(i) for i in range(10)], [20.0 - i for i in range(10)])
 """Ten storages, one a second."""
 

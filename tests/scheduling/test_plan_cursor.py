@@ -1,22 +1,12 @@
 """A cursor follows a plan while it fits, and a rule where none does."""
 
-from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.plan import Plan, PlanObjective, Prediction, TierRates
-from lightning_ssd.planning.trace import Trace
-from lightning_ssd.scheduling.plan_cursor import PlanCursor, StoredPlan
-
-KEEP, SSD, HOST = Placement.KEEP, Placement.SSD, Placement.HOST
+from lightning_ssd.scheduling.plan_cursor import PlanCursor
+from tests.support.stored_plans import stored_plan
+from tests.support.traces import HOST, KEEP, SSD
 
 
 def known(sizes, *placements):
-    prediction = Prediction(step_s=1.0, stall_s=0.0, peak_bytes=1, written_bytes=0, read_bytes=0)
-    return StoredPlan(
-        sizes=sizes,
-        trace=Trace(storages=(), order=(), forward_end_s=0.5, end_s=1.0),
-        goal=PlanObjective(),
-        rates=TierRates(write_bytes_per_s=1.0, read_bytes_per_s=1.0),
-        plan=Plan(placements=placements, limit_bytes=1, ahead_bytes=0, prediction=prediction, keep_step_s=1.0),
-    )
+    return stored_plan(*placements, sizes=sizes)
 
 
 def placed(cursor, *sizes):

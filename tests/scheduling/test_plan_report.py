@@ -5,27 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ssd.planning.plan import Plan, PlanObjective, Prediction, TierRates
-from lightning_ssd.planning.trace import Trace
+from lightning_ssd.planning.plan import Prediction, TierRates
 from lightning_ssd.scheduling.drift import Measured
 from lightning_ssd.scheduling.overhead import Overhead
-from lightning_ssd.scheduling.plan_cursor import StoredPlan
 from lightning_ssd.scheduling.plan_report import Comparison
+from tests.support.stored_plans import stored_plan
 
 GIB = 1 << 30
 
 
-def known(prediction):
-    return StoredPlan(
-        sizes=(1,),
-        trace=Trace(storages=(), order=(), forward_end_s=0.5, end_s=1.0),
-        goal=PlanObjective(),
-        rates=TierRates(write_bytes_per_s=1.0, read_bytes_per_s=1.0),
-        plan=Plan(placements=(), limit_bytes=1, ahead_bytes=0, prediction=prediction, keep_step_s=0.95),
-    )
+def known():
+    prediction = Prediction(step_s=1.0, stall_s=0.02, peak_bytes=2 * GIB, written_bytes=GIB, read_bytes=GIB)
+    return stored_plan(prediction=prediction, keep_step_s=0.95)
 
 
-PLAN = known(Prediction(step_s=1.0, stall_s=0.02, peak_bytes=2 * GIB, written_bytes=GIB, read_bytes=GIB))
+PLAN = known()
 ONE = Measured(step_s=1.1, overhead=Overhead(stall_s=0.05), peak_bytes=GIB, written_bytes=GIB, read_bytes=GIB)
 
 
@@ -69,7 +63,7 @@ def test_numbers_may_be_asked_for_at_any_moment():
         return ask
 
     before = sys.gettrace()
-    for plan in (PLAN, PLAN, known(PLAN.plan.prediction)):
+    for plan in (PLAN, PLAN, known()):
         sys.settrace(ask)
         try:
             comparison.add(plan, ONE)
@@ -83,7 +77,7 @@ def test_another_plan_begins_anew_and_so_does_one_with_a_new_prediction():
     comparison = Comparison()
     comparison.add(PLAN, ONE)
     comparison.add(PLAN, ONE)
-    for other in (known(PLAN.plan.prediction), replace(PLAN, rates=TierRates(write_bytes_per_s=2, read_bytes_per_s=2))):
+    for other in (known(), replace(PLAN, rates=TierRates(write_bytes_per_s=2, read_bytes_per_s=2))):
         comparison.add(other, replace(ONE, step_s=7.0))
         report = comparison.report(1)
         assert (report.num_passes, report.measured_step_s) == (1, 7.0)

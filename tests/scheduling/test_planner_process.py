@@ -15,6 +15,7 @@ from lightning_ssd.scheduling import plan_maker, planner_process
 from lightning_ssd.scheduling.pass_kind import TracedPass
 from lightning_ssd.scheduling.plan_maker import PlanMaker
 from lightning_ssd.scheduling.planner_process import make_plan_apart
+from tests.support.host_traffic import wait_until
 from tests.support.patience import PATIENCE_S
 from tests.support.traces import network, rates
 
@@ -117,9 +118,7 @@ def test_it_ends_with_its_parent_whatever_kills_that():
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    while _state(pid) not in ("Z", None):
-        assert time.monotonic() < deadline_s, "it has outlived its parent"
-        time.sleep(0.05)
+    wait_until(lambda: _state(pid) in ("Z", None))
 
 
 def _state(pid):

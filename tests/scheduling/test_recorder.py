@@ -1,25 +1,42 @@
 """The recorder's clock stands still during stalls; it sees where backward of a block begins."""
 
 import itertools
-import threading
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import tensor_cache
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.scheduling import recorder
 from lightning_ssd.scheduling.clock import HostClock
 from lightning_ssd.scheduling.recorder import Recorder
+from tests.support.opened import offloader_in
 from tests.support.recorded_passes import NBYTES, FakeClock, begun, pack, saved
+from tests.support.threads import at_once
+from tests.support.weight_loops import passed
 
 
 @pytest.fixture
 def clock():
     return FakeClock(now_s=100.0)
+
+
+@pytest.fixture
+def told(clock):
+    return begun(clock)
+
+
+@pytest.fixture
+def at(told, clock):
+    """The recorder at a moment."""
+
+    def then(now_s):
+        clock.at(now_s)
+        return told
+
+    return then
 
 
 def times(trace):
@@ -29,16 +46,12 @@ def times(trace):
 # -- the clock --------------------------------------------------------------------------------------------------------
 
 
-def test_times_count_from_the_begin_of_the_pass(clock):
-    told = begun(clock)
+def test_times_count_from_the_begin_of_the_pass(clock, told, at):
     first, second = pack(told, clock, 101), pack(told, clock, 102)
-    clock.at(103)
-    told.forward_ended()
+    at(103).forward_ended()
     for index, wanted_s in ((1, 104), (0, 106)):
-        clock.at(wanted_s)
-        told.wanted(index)
-        clock.at(wanted_s + 1)
-        told.freed(index)
+        at(wanted_s).wanted(index)
+        at(wanted_s + 1).freed(index)
     trace = told.trace(clock.at(108))
     assert times(trace) == [(1, 2, 6, 7), (2, 3, 4, 5)]
     assert (trace.forward_end_s, trace.end_s) == (3, 8)
@@ -79,14 +92,11 @@ STALLS = {
 
 
 @pytest.mark.parametrize(("stalls", "expected"), STALLS.values(), ids=STALLS.keys())
-def test_the_clock_stands_still_during_stalls(clock, stalls, expected):
-    told = begun(clock)
+def test_the_clock_stands_still_during_stalls(clock, told, at, stalls, expected):
     held = pack(told, clock, 101, held=True), pack(told, clock, 103)
     told.stalls = stalls
-    clock.at(105)
-    told.forward_ended()
-    clock.at(107)
-    told.wanted(1)
+    at(105).forward_ended()
+    at(107).wanted(1)
     trace = told.trace(clock.at(109))
     storages = trace.storages
     got = [storages[0].packed_s, storages[1].packed_s, trace.forward_end_s, storages[1].wanted_s, trace.end_s]
@@ -94,13 +104,11 @@ def test_the_clock_stands_still_during_stalls(clock, stalls, expected):
     assert len(held) == 2
 
 
-def test_what_dies_while_somebody_waits_dies_when_the_wait_began(clock):
+def test_what_dies_while_somebody_waits_dies_when_the_wait_began(clock, told, at):
     """Under a budget pack waits, and it is then that earlier graphs are seen to be gone."""
-    told = begun(clock)
     first = pack(told, clock, 101)
     begin = clock.at(102)
-    clock.at(105)
-    told.freed(0)
+    at(105).freed(0)
     told.stalls = [(begin, clock.at(106))]
     second = pack(told, clock, 106.5)
     trace = told.trace(clock.at(107))
@@ -110,26 +118,21 @@ def test_what_dies_while_somebody_waits_dies_when_the_wait_began(clock):
     del first, second
 
 
-def test_what_outlives_the_pass_lives_until_its_end(clock):
-    told = begun(clock)
+def test_what_outlives_the_pass_lives_until_its_end(clock, told, at):
     held = pack(told, clock, 101), pack(told, clock, 102)
     end = clock.at(105)
-    clock.at(109)
-    told.wanted(1)
+    at(109).wanted(1)
     told.freed(0)
     assert [(s.wanted_s, s.freed_s) for s in told.trace(end).storages] == [(None, 5), (5, 5)]
     assert len(held) == 2
 
 
-def test_only_the_first_unpack_and_the_first_death_count(clock):
-    told = begun(clock)
+def test_only_the_first_unpack_and_the_first_death_count(clock, told, at):
     held = pack(told, clock, 101)
     for now_s in (102, 103):
-        clock.at(now_s)
-        told.wanted(0)
+        at(now_s).wanted(0)
     for now_s in (104, 105):
-        clock.at(now_s)
-        told.freed(0)
+        at(now_s).freed(0)
     trace = told.trace(clock.at(106))
     assert trace.order == (0,)
     assert (trace.storages[0].wanted_s, trace.storages[0].freed_s) == (2, 4)
@@ -139,22 +142,18 @@ def test_only_the_first_unpack_and_the_first_death_count(clock):
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_backward_of_a_block_ends_where_the_next_one_begins(clock):
-    told = begun(clock)
+def test_backward_of_a_block_ends_where_the_next_one_begins(clock, told, at):
     held = [pack(told, clock, 101)]
     for number, name in enumerate(("a", "b", "a")):
-        clock.at(102 + 4 * number)
-        told.block_enters(name, recompute=number == 1)
+        at(102 + 4 * number).block_enters(name, recompute=number == 1)
         told.block_inputs(10 * number)
         held += [pack(told, clock, 103 + 4 * number), pack(told, clock, 104 + 4 * number)]
-        clock.at(105 + 4 * number)
-        told.block_leaves()
+        at(105 + 4 * number).block_leaves()
     held.append(pack(told, clock, 114))
     told.forward_ended()
     assert len(held) == 8
     for now_s, index in ((115, 7), (116, 5), (117, 6), (118, 4), (119, 3), (122, 1), (123, 2), (124, 0)):
-        clock.at(now_s)
-        told.wanted(index)
+        at(now_s).wanted(index)
     told.stalls = [(120, 121)]
     trace = told.trace(clock.at(126))
     assert [s.block for s in trace.storages] == [-1, 0, 0, 1, 1, 2, 2, -1]
@@ -168,8 +167,7 @@ def test_backward_of_a_block_ends_where_the_next_one_begins(clock):
     assert trace.recomputed == {1}
 
 
-def test_a_block_that_backward_never_reached_takes_no_time(clock):
-    told = begun(clock)
+def test_a_block_that_backward_never_reached_takes_no_time(clock, told):
     for name in ("a", "b"):
         told.block_enters(name, recompute=False)
         told.block_leaves()
@@ -207,16 +205,12 @@ class Net(nn.Module):
 
 @pytest.fixture
 def offloader(tmp_path):
-    policy = OffloadPolicy(activations="auto", min_tensor_bytes=4096)
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)) as offloader:
+    with offloader_in(tmp_path, min_tensor_bytes=4096) as offloader:
         yield offloader
 
 
 def step(offloader, net, x):
-    with offloader.saved_tensors():
-        loss = net(x)
-    loss.backward()
-    offloader.end_backward()
+    passed(offloader, lambda: net(x))
 
 
 def test_the_trace_of_a_real_pass(offloader):
@@ -263,9 +257,7 @@ def test_a_pass_is_read_one_pass_later_where_the_device_lags(tmp_path, monkeypat
             return end - start
 
     monkeypatch.setattr(tensor_cache, "clock_of", lambda device: Lagging())
-    policy = OffloadPolicy(activations="auto", min_tensor_bytes=4096)
-    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
-    with Offloader(policy=policy, hardware=hardware) as offloader:
+    with offloader_in(tmp_path, min_tensor_bytes=4096) as offloader:
         net, x = Net(), torch.randn(ROWS, WIDTH)
         offloader.register_module(net)
         step(offloader, net, x)
@@ -281,97 +273,76 @@ def test_a_pass_is_read_one_pass_later_where_the_device_lags(tmp_path, monkeypat
 # -- who holds what ---------------------------------------------------------------------------------------------------
 
 
-def test_a_variable_of_forward_holds_a_storage_until_it_goes(clock):
-    told = begun(clock)
+def test_a_variable_of_forward_holds_a_storage_until_it_goes(clock, told, at):
     first = pack(told, clock, 101, held=True)
     others = [pack(told, clock, 102), pack(told, clock, 103)]
     first.variable = None
     others.append(pack(told, clock, 104))
-    clock.at(105)
-    told.forward_ended()
+    at(105).forward_ended()
     trace = told.trace(clock.at(106))
     assert [s.last_used_s for s in trace.storages] == [4, 3, 4, 5]
     assert all(s.movable for s in trace.storages)
 
 
-def test_what_is_never_released_is_not_movable(clock):
-    told = begun(clock)
+def test_what_is_never_released_is_not_movable(clock, told, at):
     held = pack(told, clock, 101, held=True), pack(told, clock, 102)
-    clock.at(103)
-    told.forward_ended()
-    clock.at(104)
-    told.wanted(0)
+    at(103).forward_ended()
+    at(104).wanted(0)
     assert [s.movable for s in told.trace(clock.at(105)).storages] == [False, True]
     assert held[0].variable is not None
 
 
-def test_what_is_released_between_forward_and_backward_is_seen_when_it_is_wanted(clock):
-    told = begun(clock)
+def test_what_is_released_between_forward_and_backward_is_seen_when_it_is_wanted(clock, told, at):
     loss = pack(told, clock, 101, held=True)
-    clock.at(102)
-    told.forward_ended()
+    at(102).forward_ended()
     loss.variable = None
-    clock.at(104)
-    told.wanted(0)
+    at(104).wanted(0)
     (storage,) = told.trace(clock.at(105)).storages
     assert (storage.movable, storage.last_used_s, storage.wanted_s) == (True, 4, 4)
 
 
-def test_several_objects_of_ours_over_one_storage_are_one_holder(clock):
-    told = begun(clock)
+def test_several_objects_of_ours_over_one_storage_are_one_holder(clock, told, at):
     one = saved()
     again, once_more = one.variable.untyped_storage(), one.key.resolve()
     second_key = StorageKey(again)
     told.packed(NBYTES, one.key)
     one.variable = None
-    clock.at(101)
-    told.forward_ended()
+    at(101).forward_ended()
     (storage,) = told.trace(clock.at(102)).storages
     assert (storage.movable, storage.last_used_s) == (True, 1)
     assert once_more is not None
     assert second_key.alive()
 
 
-def test_memory_that_another_thread_has_dropped_counts_as_released(clock):
-    told = begun(clock)
+def test_memory_that_another_thread_has_dropped_counts_as_released(clock, told, at):
     first = pack(told, clock, 101)
 
-    def write():
-        first.ours = None
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    thread.join()
+    at_once(lambda: setattr(first, "ours", None))
     assert not first.key.alive()
     second = pack(told, clock, 102)
-    clock.at(103)
-    told.wanted(0)
+    at(103).wanted(0)
     (storage, _) = told.trace(clock.at(104)).storages
     assert (storage.movable, storage.last_used_s) == (True, 2)
     assert second.key.alive()
 
 
-def test_a_recycled_address_names_nobody_else(clock):
+def test_a_recycled_address_names_nobody_else(clock, told, at):
     """The structs of storages are recycled at once; a key keeps its own one from that."""
-    told = begun(clock)
     gone = [pack(told, clock, 101) for _ in range(50)]
     for one in gone:
         one.ours = None
     later = [pack(told, clock, 102, held=True) for _ in range(50)]
     assert len({one.key.cdata for one in (*gone, *later)}) == 100
-    clock.at(103)
-    told.forward_ended()
+    at(103).forward_ended()
     assert [s.movable for s in told.trace(clock.at(104)).storages] == [True] * 50 + [False] * 50
 
 
-def test_many_held_storages_are_looked_at_in_turns(clock):
-    told = begun(clock)
+def test_many_held_storages_are_looked_at_in_turns(clock, told, at):
     held = [pack(told, clock, 101, held=True) for _ in range(100)]
     for one in held:
         one.variable = None
     later = [pack(told, clock, 102 + index) for index in range(10)]
-    clock.at(150)
-    told.forward_ended()
+    at(150).forward_ended()
     released = Counter(s.last_used_s for s in told.trace(clock.at(200)).storages[:100])
     # Those of ours that came later take turns too, and go at their first.
     assert released[2] == released[3] == 4

@@ -6,9 +6,8 @@ import re
 import pytest
 
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.planning.plan import Machine, TierRates
-from lightning_ssd.planning.planner import smallest_budget
-from lightning_ssd.scheduling import plan_maker as module
+from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
+from lightning_ssd.planning.planner import make_plan, smallest_budget
 from lightning_ssd.scheduling.clock import HostClock
 from lightning_ssd.telemetry.metrics import METRICS
 from tests.support.fake_passes import (
@@ -23,6 +22,7 @@ from tests.support.fake_passes import (
     planned,
     run_pass,
 )
+from tests.support.stored_plans import plan_by
 
 # -- tracing and planning ---------------------------------------------------------------------------------------------
 
@@ -119,9 +119,7 @@ def test_passes_for_which_nothing_may_move_need_no_hooks_and_are_planned_again_m
         planned.append(number)
         return make_plan(*args)
 
-    make_plan = module.make_plan
-    monkeypatch.setattr(module, "make_plan", counted)
-    monkeypatch.setattr(module, "make_plan_apart", counted)
+    plan_by(monkeypatch, counted)
     ample = 1 << 40
     with opened(machine=machine_of(Machine())) as made:
         for number in range(500):
@@ -149,7 +147,7 @@ def test_a_drive_that_has_become_slow_is_given_less():
 def test_a_plan_that_recomputes_is_traced_again():
     """Its pass saves other things: until it has been seen, nothing is known of it."""
     trace = make_trace(blocks=True)
-    floor = smallest_budget(trace, SLOW, module.PlanObjective(recompute=True))
+    floor = smallest_budget(trace, SLOW, PlanObjective(recompute=True))
     with opened(machine=machine_of(SLOW), activation_budget=max(floor, 6 * NBYTES), recompute=True) as made:
         planned(made, trace)
         cursor, wants_trace = made.cursor("a", level_bytes=0, available_bytes=None)
@@ -172,9 +170,7 @@ def test_an_error_of_the_planner_is_not_swallowed(monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("injected")
 
-    monkeypatch.setattr(module, "make_plan", broken)
-
-    monkeypatch.setattr(module, "make_plan_apart", broken)
+    plan_by(monkeypatch, broken)
     with opened() as made:
         run_pass(made, make_trace())
         with pytest.raises(ZeroDivisionError, match="injected"):

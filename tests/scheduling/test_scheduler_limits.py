@@ -7,7 +7,6 @@ from lightning_ssd.errors import BudgetError
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall, smallest_budget
-from lightning_ssd.scheduling import plan_maker as module
 from lightning_ssd.scheduling.clock import HostClock
 from lightning_ssd.scheduling.memory_limits import Limits, MemoryConstraints, NonActivationMemory
 from lightning_ssd.scheduling.scheduler import Scheduler
@@ -25,6 +24,7 @@ from tests.support.fake_passes import (
     run_pass,
 )
 from tests.support.named_budget import named_budget
+from tests.support.stored_plans import plan_by
 
 # -- limits -----------------------------------------------------------------------------------------------------------
 
@@ -69,9 +69,7 @@ def test_a_budget_that_was_kept_is_not_refused(monkeypatch):
         num_calls += 1
         raise BudgetTooSmall(5 * NBYTES, 6 * NBYTES)
 
-    monkeypatch.setattr(module, "make_plan", refuse)
-
-    monkeypatch.setattr(module, "make_plan_apart", refuse)
+    plan_by(monkeypatch, refuse)
     with opened(activation_budget=5 * NBYTES) as made:
         for _ in range(4):
             cursor, _ = planned(made, make_trace())

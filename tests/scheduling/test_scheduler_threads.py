@@ -4,19 +4,21 @@ import logging
 import threading
 import time
 from collections import deque
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from lightning_ssd.errors import BudgetError
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.planner import BudgetTooSmall
-from lightning_ssd.planning.trace import Trace, TracedStorage
-from lightning_ssd.scheduling import plan_maker
 from lightning_ssd.scheduling.pass_kind import PassKind
 from lightning_ssd.scheduling.scheduler import Scheduler
 from tests.support.fake_passes import FAST, NBYTES, machine_of, make_trace, opened, planned, run_pass
+from tests.support.helpers import within
 from tests.support.interrupted_points import PointsIn
 from tests.support.patience import PATIENCE_S
+from tests.support.stored_plans import plan_by
 from tests.support.threads import at_once
 
 
@@ -138,9 +140,7 @@ def test_nothing_is_logged_where_a_pass_begins(monkeypatch, caplog):
     def refuse(*args):
         raise BudgetTooSmall(1, 2)
 
-    monkeypatch.setattr(plan_maker, "make_plan", refuse)
-
-    monkeypatch.setattr(plan_maker, "make_plan_apart", refuse)
+    plan_by(monkeypatch, refuse)
     caplog.set_level(logging.INFO, "lightning_ssd")
     with opened() as made:
         run_pass(made, make_trace())
@@ -183,12 +183,7 @@ def on_ranks(works):
         except Exception as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive(), "a rank waits for the other one"
+    within(PATIENCE_S, lambda: at_once(*(partial(run, rank) for rank in range(len(works)))))
     return results, group
 
 
@@ -236,13 +231,7 @@ def test_ranks_agree_on_a_host_tier_that_all_have():
 def test_a_budget_that_one_rank_cannot_keep_raises_on_all():
     """The second one saves storages so large that the budget of the first one is too small for it."""
     large = make_trace()
-    storages = tuple(
-        TracedStorage(
-            nbytes=8 * s.nbytes, packed_s=s.packed_s, last_used_s=s.last_used_s, wanted_s=s.wanted_s, freed_s=s.freed_s
-        )
-        for s in large.storages
-    )
-    large = Trace(storages=storages, order=large.order, forward_end_s=0.5, end_s=1.0)
+    large = replace(large, storages=tuple(replace(one, nbytes=8 * one.nbytes) for one in large.storages))
     results, _ = on_ranks([rank(FAST, make_trace(), 6 * NBYTES), rank(FAST, large, 6 * NBYTES)])
     assert [type(result) for result in results] == [BudgetError] * 2
     assert str(results[0]) == str(results[1])

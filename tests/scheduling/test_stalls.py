@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import tensor_cache
 from lightning_ssd.scheduling.clock import HostClock
 from lightning_ssd.scheduling.stalls import Stalls
 from lightning_ssd.telemetry.events import EventLog, StallEvent
 from lightning_ssd.telemetry.stats import Counters
+from tests.support.opened import offloader_in
 
 
 class Device(HostClock):
@@ -99,8 +99,7 @@ def behind(monkeypatch):
 
 
 def test_whoever_asks_after_the_device_has_ended_hears_of_all_stalls(spill_dir, behind):
-    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir)) as offloader:
+    with offloader_in(spill_dir, activations="offload", min_tensor_bytes=0) as offloader:
         run(offloader)
         assert offloader.stats.stall_s == 0
         behind.passed = True
@@ -116,8 +115,7 @@ def test_whoever_asks_after_the_device_has_ended_hears_of_all_stalls(spill_dir, 
 def test_a_graph_that_lives_on_collects_no_stalls_for_ever(spill_dir, activations, monkeypatch):
     monkeypatch.setattr("lightning_ssd.activations.saved_pass._MAX_STALLS", 5)
     budget = {"activation_budget": 800_000} if activations == "auto" else {}
-    policy = OffloadPolicy(activations=activations, min_tensor_bytes=0, **budget)
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir)) as offloader:
+    with offloader_in(spill_dir, activations=activations, min_tensor_bytes=0, **budget) as offloader:
         kept = run(offloader, backward=False)
         for _ in range(10):
             run(offloader)
@@ -130,8 +128,7 @@ def test_a_graph_that_lives_on_collects_no_stalls_for_ever(spill_dir, activation
 
 
 def test_a_pass_that_is_entered_twice_counts_each_stall_once(spill_dir):
-    policy = OffloadPolicy(activations="auto", min_tensor_bytes=0, activation_budget=800_000)
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir)) as offloader:
+    with offloader_in(spill_dir, min_tensor_bytes=0, activation_budget=800_000) as offloader:
         x = torch.randn(300, 300, requires_grad=True)
         entered = offloader.saved_tensors()
         with entered:

@@ -1,24 +1,23 @@
 """A trace tells how long the pass takes that nobody records, on a device that is late and on one that is not."""
 
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import tensor_cache
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.scheduling.clock import HostClock
-from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.pass_kind import FinishedPass
 from lightning_ssd.scheduling.recorder import Recorder
-from lightning_ssd.scheduling.scheduler import Scheduler
+from tests.support.fake_passes import machine_of, opened
+from tests.support.opened import offloader_in
+from tests.support.python_calls import python_calls
 from tests.support.recorded_passes import saved
+from tests.support.sines import sines
 
 NUM_BLOCKS, PER_BLOCK, NBYTES = 24, 13, 20_000_000
 NUM_KERNELS = 3 * NUM_BLOCKS * PER_BLOCK
@@ -111,6 +110,16 @@ def in_turns():
 DEVICES = {"late": late, "waits for Python": waiting, "a CPU": cpu, "both": in_turns}
 
 
+class Unrecorded:
+    """In the place of a recorder."""
+
+    def timed(self, hook):
+        return hook
+
+    def __getattr__(self, name):
+        return lambda *args, **options: None
+
+
 class Step:
     """One pass.
 
@@ -124,7 +133,7 @@ class Step:
 
     def __init__(self, device, recorder=None, *, hook_s=0.0, places=lambda nbytes: Placement.KEEP, is_uneven=False):
         self._device = device
-        self._recorder = recorder
+        self._is_recorded, self._recorder = recorder is not None, recorder or Unrecorded()
         self._hook_s = hook_s
         self._places = places
         self._is_uneven = is_uneven
@@ -136,64 +145,50 @@ class Step:
         self.begin = device.stamp()
         self._run()
         self.end = device.stamp()
-        if recorder is not None:
-            recorder.backward_ended()
+        self._recorder.backward_ended()
         device.wait()
         self.step_s = self.end - self.begin
 
     def _run(self):
         recorder, device = self._recorder, self._device
+        pack, unpack = recorder.timed(self._pack), recorder.timed(self._unpack)
         for block in range(NUM_BLOCKS):
-            if recorder is not None:
-                recorder.block_enters(str(block), recompute=False)
+            recorder.block_enters(str(block), recompute=False)
             for _ in range(PER_BLOCK):
                 device.launch(self._factor(block))
-                self._pack()
-            if recorder is not None:
-                recorder.block_leaves()
-        if recorder is not None:
-            recorder.forward_ended()
+                pack(NBYTES)
+            recorder.block_leaves()
+        recorder.forward_ended()
         for index in reversed(range(NUM_BLOCKS * PER_BLOCK)):
-            self._unpack(index)
+            unpack(index)
             for _ in range(2):
                 device.launch(self._factor(index // PER_BLOCK))
-            if recorder is not None:
-                recorder.freed(index)
+            recorder.freed(index)
 
     def _factor(self, block):
         return (3.0 if block % 2 else 0.1) if self._is_uneven else 1.0
 
-    def _pack(self):
-        self._timed(self._do_pack, 0)
-
-    def _unpack(self, index):
-        self._timed(self._do_unpack, index)
-
-    def _timed(self, hook, index):
-        (hook if self._recorder is None else self._recorder.timed(hook))(index)
-
-    def _do_pack(self, _):
+    def _pack(self, nbytes):
         begin_s, index = self._device.host_s, len(self.packed_s)
         self.packed_s.append(self._device.done_s - self.begin)
-        if self._places(NBYTES) is not Placement.KEEP:
+        if self._places(nbytes) is not Placement.KEEP:
             self._moved.add(index)
-            self.moved_bytes += NBYTES
+            self.moved_bytes += nbytes
             self._device.python(self._hook_s)
-        if self._recorder is not None:
+        if self._is_recorded:
             self._held.append(saved(1))
-            self._recorder.packed(NBYTES, self._held[-1].key)
+            self._recorder.packed(nbytes, self._held[-1].key)
         self._count(begin_s, is_hidden=not self._device.is_idle)
 
-    def _do_unpack(self, index):
+    def _unpack(self, index):
         begin_s = self._device.host_s
         if index in self._moved:
             self._device.python(self._hook_s)
-        if self._recorder is not None:
-            self._recorder.wanted(index)
+        self._recorder.wanted(index)
         self._count(begin_s, is_hidden=False)
 
     def _count(self, begin_s, *, is_hidden):
-        if not is_hidden and (self._moved or self._recorder is not None):
+        if not is_hidden and (self._moved or self._is_recorded):
             self.counted_hook_s += self._device.host_s - begin_s
 
 
@@ -235,9 +230,8 @@ def assert_ordered(trace):
 def test_a_plan_from_a_traced_step_predicts_the_next_plain_one(kind, hook_us):
     """50 ms a step. In the first pass everything moves; a late device hides the shorter hooks, and not the longer."""
     rates = TierRates(write_bytes_per_s=2e8, read_bytes_per_s=2e8)  # nothing can be hidden: the plan keeps everything
-    made = Scheduler(MemoryConstraints(max_slowdown=1.05), lambda: Machine(ssd=rates))
     plain_s, predicted = Step(DEVICES[kind]()).step_s, []
-    try:
+    with opened(machine=machine_of(Machine(ssd=rates)), max_slowdown=1.05) as made:
         for _ in range(6):
             device = replace(DEVICES[kind](), released_s=2e-6)
             cursor, wants_trace = made.cursor("a", level_bytes=0, available_bytes=1 << 40)
@@ -266,8 +260,6 @@ def test_a_plan_from_a_traced_step_predicts_the_next_plain_one(kind, hook_us):
             )
             made.border()
             made.wait()
-    finally:
-        made.close()
     assert predicted
     for keep_s, predicted_s, measured_s in predicted:
         assert keep_s == pytest.approx(plain_s, rel=0.1)
@@ -276,7 +268,6 @@ def test_a_plan_from_a_traced_step_predicts_the_next_plain_one(kind, hook_us):
 
 def test_recording_a_storage_takes_few_python_calls_and_stamps(tmp_path, monkeypatch):
     """Of a real pass. It took three stamps and up to 34 questions of who holds what for each storage."""
-    calls = []
     num_stamps = 0
     length = 320
 
@@ -287,33 +278,20 @@ def test_recording_a_storage_takes_few_python_calls_and_stamps(tmp_path, monkeyp
             num_stamps += 1
             return time.perf_counter()
 
-    def count(frame, event, argument):
-        parts = Path(frame.f_code.co_filename).parts
-        is_ours = parts[-2:] == ("scheduling", "recorder.py") or frame.f_code.co_name in ("is_released", "_level_bytes")
-        if event == "call" and is_ours:
-            calls.append(frame.f_code.co_qualname)
-
     monkeypatch.setattr(tensor_cache, "clock_of", lambda device: Counting())
-    policy = OffloadPolicy(activations="auto", min_tensor_bytes=4096)
-    hardware = HardwareProfile(paths=[tmp_path], allow_unsuitable_paths=True)
-    with Offloader(policy=policy, hardware=hardware) as offloader:
+    with offloader_in(tmp_path, min_tensor_bytes=4096) as offloader:
         x = torch.full((32, 32), 0.5, requires_grad=True)
-        sys.setprofile(count)
-        try:
+        with python_calls() as calls:
             with offloader.saved_tensors():
-                y = x * 1
-                for _ in range(length):
-                    y = y.sin()
+                y = sines(x, length)
             y.backward(torch.ones_like(y))
-        finally:
-            sys.setprofile(None)
         offloader.end_backward()
         trace = offloader.trace
     assert len(trace.storages) == length
     assert trace.order == tuple(reversed(range(length)))
-    recorded = Counter(calls)
+    asked = ("is_released", "_level_bytes")
+    recorded = Counter(name for name in calls if name.startswith("Recorder.") or name.rpartition(".")[2] in asked)
     assert recorded["Recorder.packed"] == recorded["Recorder.wanted"] == length, "the pass was not recorded"
-    assert len(calls) <= 12 * length, recorded
-    # Two with one hook in 16 each way; begin, turn and end of the pass.
+    assert recorded.total() <= 12 * length, recorded
     # Pairs for one hook in 16 in either direction; on a busy machine a wait for a read takes two more.
     assert 0 < num_stamps <= length / 2, num_stamps

@@ -1,22 +1,11 @@
-import ctypes
-import importlib.util
-
 import pytest
 import torch
 
 from lightning_ssd.errors import BackendUnavailableError, ConfigError
 from lightning_ssd.storage.factory import open_backend
+from tests.storage.test_kvikio import HAS_KVIKIO, has_driver
 
-
-def kvikio_works():
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return importlib.util.find_spec("kvikio") is not None
-
-
-without_kvikio = pytest.mark.skipif(kvikio_works(), reason="kvikio works here")
+without_kvikio = pytest.mark.skipif(HAS_KVIKIO and has_driver(), reason="kvikio works here")
 
 
 @pytest.mark.parametrize("choice", ["auto", "posix"])

@@ -77,19 +77,13 @@ TestAllocatorAgainstByteMap = AllocatorAgainstByteMap.TestCase
 TestAllocatorAgainstByteMap.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("nbytes", [0, -1])
-def test_refuses_empty_extents(nbytes):
-    with pytest.raises(ValueError, match="at least 1 byte"):
-        ExtentAllocator(BLOCK).allocate(nbytes)
-
-
-def test_refuses_growth_by_part_of_a_block():
-    with pytest.raises(ValueError, match="multiple of 4096"):
-        ExtentAllocator(BLOCK).grow(100)
-
-
-def test_refuses_extents_of_another_allocator():
+def test_refuses_what_is_no_extent_of_its_own():
     allocator = ExtentAllocator(BLOCK)
+    for nbytes in (0, -1):
+        with pytest.raises(ValueError, match="at least 1 byte"):
+            allocator.allocate(nbytes)
+    with pytest.raises(ValueError, match="multiple of 4096"):
+        allocator.grow(100)
     allocator.grow(4 * BLOCK)
     assert allocator.allocate(2 * BLOCK) == Extent(0, 2 * BLOCK)
     with pytest.raises(ValueError, match="belongs to another arena"):

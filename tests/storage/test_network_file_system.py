@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd import HardwareProfile, Offloader
 from lightning_ssd.errors import StorageError, UnsuitablePathError
+from tests.support.host_traffic import wait_until
+from tests.support.opened import offloader_in
 from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S
 from tests.support.weight_loops import Loop, batches, same
@@ -72,9 +74,8 @@ def _wait_for(mount, client):
         time.sleep(0.05)
 
 
-def offloader_in(*directories):
-    policy = OffloadPolicy(activations="offload", min_tensor_bytes="64KiB", optimizer_states="offload")
-    return Offloader(policy=policy, hardware=HardwareProfile(paths=directories, allow_unsuitable_paths=True))
+def opened_in(*directories):
+    return offloader_in(directories, activations="offload", min_tensor_bytes="64KiB", optimizer_states="offload")
 
 
 @pytest.mark.usefixtures("small_subgroups")
@@ -86,7 +87,7 @@ def test_it_is_refused_by_name_and_allowed_it_trains_to_the_same_bits_in_private
         pass
     assert list(remote.behind.iterdir()) == []
     plain = Loop().run(3)
-    with offloader_in(remote.mount) as offloader:
+    with opened_in(remote.mount) as offloader:
         loop = Loop(offloader).run(3)
         assert same(loop.result(), plain.result())
         assert offloader.optimizer_stats[0].read_bytes > 0
@@ -95,17 +96,14 @@ def test_it_is_refused_by_name_and_allowed_it_trains_to_the_same_bits_in_private
         assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     del loop  # the optimizer's states live on in its file, mapped, as long as somebody can ask for them
     gc.collect()
-    deadline_s = time.monotonic() + PATIENCE_S
-    while left := [path for path in remote.behind.rglob("*") if path.is_file()]:  # removed after their close
-        assert time.monotonic() < deadline_s, left
-        time.sleep(0.05)
+    wait_until(lambda: not any(path.is_file() for path in remote.behind.rglob("*")))  # removed after their close
 
 
 @pytest.mark.usefixtures("small_subgroups")
 def test_beside_a_local_drive_it_takes_a_part(remote, spill_dir):
     """It is named as any other directory, and its workers take as many chunks as it has time for."""
     plain = Loop().run(3)
-    with offloader_in(spill_dir, remote.mount) as offloader:
+    with opened_in(spill_dir, remote.mount) as offloader:
         loop = Loop(offloader).run(3)
         assert same(loop.result(), plain.result())
         tier = offloader._parts.tiers.ssd
@@ -121,7 +119,7 @@ def test_beside_a_local_drive_it_takes_a_part(remote, spill_dir):
 
 
 def test_a_server_that_dies_ends_the_step_with_the_read_that_failed(remote):
-    offloader = offloader_in(remote.mount)
+    offloader = opened_in(remote.mount)
 
     def until_it_dies():
         with offloader:

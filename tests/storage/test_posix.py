@@ -18,12 +18,16 @@ from lightning_ssd.storage.posix import PosixBackend
 from tests.support.suite import BackendSuite, Memory
 
 
+def direct_backend(directory):
+    backend = PosixBackend([directory])
+    if backend.name != "posix O_DIRECT":
+        pytest.skip(f"no direct I/O here: {backend.why}")
+    return backend
+
+
 class TestPosixDirect(BackendSuite):
     def make_backend(self, directory):
-        backend = PosixBackend([directory])
-        if backend.name != "posix O_DIRECT":
-            pytest.skip(f"no direct I/O here: {backend.why}")
-        return backend
+        return direct_backend(directory)
 
 
 class TestPosixPageCache(BackendSuite):
@@ -35,18 +39,14 @@ class TestPosixPageCache(BackendSuite):
 
 @pytest.fixture(params=["direct", "page cache"])
 def backend(request, tmp_path):
-    backend = PosixBackend([tmp_path], direct=request.param == "direct")
-    yield backend
-    backend.close()
+    with closing(PosixBackend([tmp_path], direct=request.param == "direct")) as backend:
+        yield backend
 
 
 @pytest.fixture
 def direct(tmp_path):
-    backend = PosixBackend([tmp_path])
-    if backend.name != "posix O_DIRECT":
-        pytest.skip(f"no direct I/O here: {backend.why}")
-    yield backend
-    backend.close()
+    with closing(direct_backend(tmp_path)) as backend:
+        yield backend
 
 
 @pytest.fixture
@@ -235,19 +235,17 @@ class TestFallback:
 class TestPageCacheUse:
     @pytest.fixture
     def buffered(self, tmp_path):
-        backend = PosixBackend([tmp_path], direct=False)
-        yield backend
-        backend.close()
+        with closing(PosixBackend([tmp_path], direct=False)) as backend:
+            yield backend
 
     def test_the_cache_does_not_grow(self, buffered, tmp_path):
         arena = buffered.open_arena(tmp_path)
         assert write_and_read(buffered, arena, 32 << 20)
-        with mmap.mmap(arena.fd, arena.size_bytes) as mapped:
+        with closing(arena), mmap.mmap(arena.fd, arena.size_bytes) as mapped:
             resident = (ctypes.c_ubyte * (arena.size_bytes // 4096))()
             address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
             assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), resident) == 0
         assert sum(page & 1 for page in resident) * 4096 < 1 << 20
-        arena.close()
 
     def test_nothing_is_trusted_after_a_lost_write_back(self, buffered, tmp_path, monkeypatch):
         """The kernel tells one caller of the file, not the one whose bytes were lost."""

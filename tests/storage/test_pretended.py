@@ -3,13 +3,12 @@
 import itertools
 import threading
 import time
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.activations.storage_state import AWAY, State
 from lightning_ssd.activations.tensor_cache import TensorCache
@@ -20,17 +19,20 @@ from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers import jobs
-from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import ArenaMover, DeviceMover, StagedMover
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.tier import Tier
 from tests.parity import models
 from tests.support.helpers import DRAINED, EAGER, assert_identical, assert_parity
+from tests.support.host_traffic import wait_until
+from tests.support.opened import offloader_in
 from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S
 from tests.support.pretended import PretendedMark
 from tests.support.pretended_training import DriveOfDevice, on, poisoned_memory, pretended_device
+from tests.support.sines import sines
+from tests.support.ssd_tiers import ssd_tier
 from tests.support.state_stores import CPU, put
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
@@ -44,9 +46,8 @@ def opened(directory, device, **policy):
     if directory is None:
         yield None
         return
-    chosen = OffloadPolicy(**{"activations": "offload", "min_tensor_bytes": 0, **policy})
-    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory=0)
-    with Offloader(policy=chosen, hardware=hardware, **on(device)) as offloader:
+    settings = {"activations": "offload", "min_tensor_bytes": 0, "host_memory": 0, **policy}
+    with offloader_in(directory, **settings, **on(device)) as offloader:
         yield offloader
 
 
@@ -72,13 +73,6 @@ def held_copies():
         patch.setattr(jobs.Read, "_settle", late)
         yield
         may_settle.set()
-
-
-def wait_until(is_so):
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it never came about"
-        time.sleep(0.001)
 
 
 def leaf(num=4096):
@@ -201,11 +195,7 @@ def read_twice(directory, device):
     x = leaf()
     with opened(directory, device) as offloader:
         with forward(offloader):
-            y = x * 2
-            for _ in range(24):
-                y = y.sin()
-            loss = y.sum()
-            del y
+            loss = sines(x, 24).sum()
         loss.backward(retain_graph=True)
         loss.backward()
     return [x.grad]
@@ -252,13 +242,13 @@ def tier_of(name, directory, device):
         yield (host := HostTier(8 << 20, device, pin=False, events=EventLog()))
         host.close()
         return
-    backend, staging = PosixBackend([directory], direct=False), StagingPool()
-    if name == "direct":  # as with GPUDirect Storage: the drive reads and writes memory of the device
-        backend = DriveOfDevice(backend, device)
-    mover = DeviceMover(backend, device) if name == "direct" else StagedMover(backend, staging, device)
-    yield (ssd := SsdTier(backend, mover, [directory], events=EventLog(), sampler=Sampler("off")))
-    for used in (ssd, staging, backend):
-        used.close()
+    with closing(StagingPool()) as staging:
+        backend = PosixBackend([directory], direct=False)
+        if name == "direct":  # as with GPUDirect Storage: the drive reads and writes memory of the device
+            backend = DriveOfDevice(backend, device)
+        mover = DeviceMover(backend, device) if name == "direct" else StagedMover(backend, staging, device)
+        with ssd_tier(backend, directory, mover=mover) as ssd:
+            yield ssd
 
 
 class Hasty(Owner):

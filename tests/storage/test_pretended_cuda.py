@@ -5,9 +5,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
+from lightning_ssd import Offloader
 from tests.parity import models
 from tests.support.helpers import Session, Training, assert_identical, outcome
+from tests.support.opened import offloader_in
 from tests.support.pretended_cuda import pretended_cuda
 
 TRAINING = Training(models.Perceptrons, lambda step: {"x": models.floats(step, 16, 40)}, models.mean_square)
@@ -27,12 +28,8 @@ def train_on(index, directory, cuda):
     device = torch.device("cuda", index)
     expected = outcome(TRAINING, Session())
     with cuda.entered(device):
-        opened = Offloader(
-            policy=OffloadPolicy(activations="offload", min_tensor_bytes=0),
-            hardware=HardwareProfile(paths=[directory], allow_unsuitable_paths=True, host_memory=0),
-            _copies=copies_on(device),
-        )
-        with opened:
+        settings = {"activations": "offload", "min_tensor_bytes": 0, "host_memory": 0}
+        with offloader_in(directory, **settings, _copies=copies_on(device)) as opened:
             assert_identical(outcome(TRAINING, Session(opened, drained=True)), expected)
             assert opened.stats.bytes_read > 0
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import lightning_ssd
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.storage import spill_file as arena_module
 from lightning_ssd.strategies import checkpoint_io as checkpoint_module
 from lightning_ssd.strategies.checkpoint_io import StreamedCheckpointIO
+from tests.support.opened import offloader_in
 from tests.support.patience import PATIENCE_S
 
 STRANGER = 54321
@@ -35,9 +35,7 @@ def world():
 
 
 def open_offloader(directory):
-    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
-    hardware = HardwareProfile(paths=directory, allow_unsuitable_paths=True)
-    return Offloader(policy=policy, hardware=hardware).open()
+    return offloader_in(directory, activations="offload", min_tensor_bytes=0).open()
 
 
 def arena_of(offloader):
@@ -71,7 +69,7 @@ def test_files_are_private_whatever_the_umask(has_tmpfile, world, monkeypatch):
         offloader = open_offloader(world)
     finally:
         os.umask(before)
-    try:
+    with offloader:
         assert os.listdir(world) == [], "there is nothing to be seen"
         facts = os.fstat(arena_of(offloader).fd)
         assert (facts.st_nlink, stat.S_IMODE(facts.st_mode), facts.st_uid) == (0, 0o600, os.geteuid())
@@ -79,8 +77,6 @@ def test_files_are_private_whatever_the_umask(has_tmpfile, world, monkeypatch):
         assert (len(names) > 1) is not has_tmpfile
         assert len(set(names)) == len(names), "a name came twice"
         assert all(len(name) >= 32 for name in names)
-    finally:
-        offloader.close()
     assert os.listdir(world) == []
 
 
@@ -98,8 +94,7 @@ for path in sys.argv[1:]:
 
 @needs_root
 def test_another_user_sees_nothing(world):
-    offloader = open_offloader(world)
-    try:
+    with open_offloader(world) as offloader:
         leaf = torch.rand(50_000, requires_grad=True)
         with offloader.saved_tensors():
             loss = leaf.exp().sum()
@@ -117,8 +112,6 @@ def test_another_user_sees_nothing(world):
         assert found.stdout.split() == ["saw", "PermissionError"]
         loss.backward()
         offloader.end_backward()
-    finally:
-        offloader.close()
 
 
 @contextmanager
@@ -223,9 +216,6 @@ def test_the_search_for_dangers_can_fail():
 def test_a_name_cannot_command_the_terminal(world):
     """The description goes to the log, to the verdict and to loggers' dashboards."""
     directory = world / "drive\x1b[2J\n\u202e<b>"
-    offloader = open_offloader(directory)
-    try:
+    with open_offloader(directory) as offloader:
         assert offloader.description.isprintable()
         assert r"drive\x1b[2J\n\u202e<b>" in offloader.description
-    finally:
-        offloader.close()

@@ -30,9 +30,8 @@ def refuse_tmpfile(monkeypatch, code):
 
 @pytest.fixture
 def arena(tmp_path):
-    with_arena = open_arena(tmp_path)
-    yield with_arena
-    with_arena.close()
+    with closing(open_arena(tmp_path)) as opened:
+        yield opened
 
 
 class TestFile:
@@ -41,10 +40,9 @@ class TestFile:
         """With anonymous files, and where a file system or a kernel has none."""
         if request.param is not None:
             refuse_tmpfile(monkeypatch, request.param)
-        with_arena = open_arena(tmp_path)
-        assert os.fstat(with_arena.fd).st_nlink == 0
-        yield with_arena
-        with_arena.close()
+        with closing(open_arena(tmp_path)) as opened:
+            assert os.fstat(opened.fd).st_nlink == 0
+            yield opened
 
     def test_close_leaves_nothing(self, arena, tmp_path):
         arena.allocate(MIB)

@@ -12,6 +12,7 @@ from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.tiers import bandwidth_meter
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping
 from lightning_ssd.tiers.base import Progress
+from tests.support.stopped_clocks import stopped_clock
 
 MIB = 1 << 20
 
@@ -35,13 +36,7 @@ class FakeTier:
 
 @pytest.fixture
 def wait(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(bandwidth_meter, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def sleep(seconds):
-        now[0] += seconds
-
-    return sleep
+    return stopped_clock(monkeypatch, bandwidth_meter)
 
 
 class Probe:
@@ -81,20 +76,6 @@ def test_the_probe_fills_in_the_direction_that_is_unknown(wait):
     meter = BandwidthMeter(FakeTier(), silent)
     assert ssd_rates(meter) == ssd_rates(meter) == (0, 0)
     assert silent.num_calls == 1, "nor again where it tells nothing"
-
-
-def test_a_drop_is_seen_within_two_samples(wait):
-    tier = FakeTier()
-    meter = BandwidthMeter(tier, Probe())
-    ssd_rates(meter)
-    for expected in (1e9, 5e7):
-        wait(0.2)
-        tier.move(written=50_000_000, write_s=1.0)
-        assert ssd_rates(meter) == (expected, 2e9)
-    for expected in (2e9, 1e8):
-        wait(0.2)
-        tier.move(read=100_000_000, read_s=1.0)
-        assert ssd_rates(meter) == (5e7, expected)
 
 
 def test_questions_in_quick_succession_are_one_sample(wait):

@@ -1,33 +1,25 @@
 """Several directories of one tier: each worker that is free writes the next chunk to its own."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
 
-from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OutOfSpaceError
-from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.posix import PosixBackend
-from lightning_ssd.storage.spill_file import Arena, Extent
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.bandwidth_meter import measure_rates
 from lightning_ssd.tiers.checksum import Sampler
-from lightning_ssd.tiers.copy_paths import HostMover
-from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.faults import eio
 from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S
+from tests.support.ssd_tiers import ssd_tier
 
 CHUNK = 64 << 10
 MIB = 1 << 20
@@ -37,39 +29,37 @@ CPU = torch.device("cpu")
 class Drives(WrappedBackend):
     """Directories that take a time of their own for each chunk, refuse writes, or are full."""
 
-    def __init__(self, directories: list[Path], seconds: dict[str, float] | None = None) -> None:
+    def __init__(self, directories, seconds=None):
         super().__init__(PosixBackend(directories, direct=False))
         self.seconds = seconds or {}
-        self.refusing: set[str] = set()
-        self.full: set[str] = set()
-        self.writes: Counter[str] = Counter()
-        self.reads: Counter[str] = Counter()
-        self.threads: dict[str, set[str]] = {}
-        self.names: dict[int, str] = {}
+        self.refusing = set()
+        self.full = set()
+        self.writes = Counter()
+        self.reads = Counter()
+        self.names = {}
 
-    def open_arena(self, directory: Path) -> Arena:
+    def open_arena(self, directory):
         arena = super().open_arena(directory)
         allocate, name = arena.allocate, directory.name
         self.names[id(arena)] = name
 
-        def allocated(nbytes: int) -> object:
+        def allocated(nbytes):
             if name in self.full:
                 raise OutOfSpaceError(f"{name} is full")
             return allocate(nbytes)
 
-        arena.allocate = allocated  # type: ignore[method-assign, assignment]
+        arena.allocate = allocated
         return arena
 
-    def write(self, arena: Arena, region: Region, offset: int) -> None:
+    def write(self, arena, region, offset):
         name = self.names[id(arena)]
         self.writes[name] += 1
-        self.threads.setdefault(name, set()).add(threading.current_thread().name)
         if name in self.refusing:
             raise eio()
         time.sleep(self.seconds.get(name, 0.0))
         super().write(arena, region, offset)
 
-    def read(self, arena: Arena, region: Region, offset: int) -> None:
+    def read(self, arena, region, offset):
         name = self.names[id(arena)]
         self.reads[name] += 1
         time.sleep(self.seconds.get(name, 0.0))
@@ -77,35 +67,24 @@ class Drives(WrappedBackend):
 
 
 @contextmanager
-def tier_on(tmp_path: Path, names: str, seconds: dict[str, float] | None = None) -> Iterator[tuple[SsdTier, Drives]]:
+def tier_on(tmp_path, names, seconds=None, **settings):
     directories = [tmp_path / name for name in names]
     for directory in directories:
         directory.mkdir()
     drives = Drives(directories, seconds)
-    tier = SsdTier(
-        drives,
-        HostMover(drives, ReloadPool(0)),
-        directories,
-        events=EventLog(),
-        sampler=Sampler("full"),
-        chunk_bytes=CHUNK,
-    )
-    try:
+    with ssd_tier(drives, *directories, **{"sampler": Sampler("full"), "chunk_bytes": CHUNK} | settings) as tier:
         yield tier, drives
-    finally:
-        tier.close()
-        drives.close()
 
 
-def write_all(tier: SsdTier, sizes: list[int]) -> list[Owner]:
+def write_all(tier, sizes):
     owners = [Owner(random_storage(nbytes, seed)) for seed, nbytes in enumerate(sizes)]
     for owner in owners:
-        assert tier.write(owner, owner.storage.nbytes(), None, label="one")  # type: ignore[union-attr]
+        assert tier.write(owner, owner.storage.nbytes(), None, label="one")
     tier.flush()
     return owners
 
 
-def read_all(tier: SsdTier, owners: list[Owner]) -> None:
+def read_all(tier, owners):
     reads = [tier.read(owner, owner.place, CPU, urgent=False) for owner in owners]
     for read, owner in zip(reads, owners, strict=True):
         read.wait()
@@ -116,7 +95,7 @@ def read_all(tier: SsdTier, owners: list[Owner]) -> None:
 SIZES = [CHUNK, 7 * CHUNK + 4097, 3, 4096, 40 * CHUNK, CHUNK - 1, 0, 12 * CHUNK + 17]
 
 
-def test_bytes_come_back_whatever_drives_they_lie_on(tmp_path: Path) -> None:
+def test_bytes_come_back_whatever_drives_they_lie_on(tmp_path):
     with tier_on(tmp_path, "abc") as (tier, drives):
         for _ in range(3):  # room that was freed is used again
             read_all(tier, write_all(tier, SIZES))
@@ -124,21 +103,21 @@ def test_bytes_come_back_whatever_drives_they_lie_on(tmp_path: Path) -> None:
         assert all(arena.used_bytes == 0 for arena in tier._arenas)
 
 
-def test_one_storage_is_spread_over_all_drives(tmp_path: Path) -> None:
+def test_one_storage_is_spread_over_all_drives(tmp_path):
     with tier_on(tmp_path, "abcd", dict.fromkeys("abcd", 0.01)) as (tier, drives):
         read_all(tier, write_all(tier, [32 * CHUNK + 4096]))
         assert min(drives.writes.values()) >= 4
         assert drives.reads == drives.writes
 
 
-def test_a_slow_drive_gets_less_and_slows_no_other(tmp_path: Path) -> None:
+def test_a_slow_drive_gets_less_and_slows_no_other(tmp_path):
     with tier_on(tmp_path, "ab", {"a": 0.004, "b": 0.04}) as (tier, drives):
         owners = write_all(tier, [4 * CHUNK + 4096] * 20)
         assert drives.writes["a"] > 3 * drives.writes["b"] > 0
         read_all(tier, owners)
 
 
-def test_a_drive_that_becomes_slow_gets_less_from_then_on(tmp_path: Path) -> None:
+def test_a_drive_that_becomes_slow_gets_less_from_then_on(tmp_path):
     with tier_on(tmp_path, "ab", {"a": 0.004, "b": 0.004}) as (tier, drives):
         write_all(tier, [4 * CHUNK + 4096] * 10)
         assert min(drives.writes.values()) > 10
@@ -147,7 +126,7 @@ def test_a_drive_that_becomes_slow_gets_less_from_then_on(tmp_path: Path) -> Non
         assert drives.writes["b"] - before["b"] < (drives.writes["a"] - before["a"]) / 2
 
 
-def test_a_drive_that_refuses_writes_gets_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drive_that_refuses_writes_gets_no_more(tmp_path, caplog):
     with tier_on(tmp_path, "abc", dict.fromkeys("abc", 0.001)) as (tier, drives):
         before = write_all(tier, [8 * CHUNK + 4096] * 2)
         drives.refusing.add("b")
@@ -160,7 +139,7 @@ def test_a_drive_that_refuses_writes_gets_no_more(tmp_path: Path, caplog: pytest
 
 
 @pytest.mark.parametrize(("refusing", "full"), [("ab", ""), ("", "ab"), ("b", "a")])
-def test_where_all_refuse_or_are_full_the_owner_keeps_what_it_has(refusing: str, full: str, tmp_path: Path) -> None:
+def test_where_all_refuse_or_are_full_the_owner_keeps_what_it_has(refusing, full, tmp_path):
     with tier_on(tmp_path, "ab") as (tier, drives):
         drives.refusing |= set(refusing)
         drives.full |= set(full)
@@ -170,7 +149,7 @@ def test_where_all_refuse_or_are_full_the_owner_keeps_what_it_has(refusing: str,
         assert all(arena.used_bytes == 0 for arena in tier._arenas)
 
 
-def test_a_full_drive_is_passed_over_until_it_has_room(tmp_path: Path) -> None:
+def test_a_full_drive_is_passed_over_until_it_has_room(tmp_path):
     with tier_on(tmp_path, "ab", dict.fromkeys("ab", 0.001)) as (tier, drives):
         drives.full.add("a")
         read_all(tier, write_all(tier, [8 * CHUNK + 4096] * 2))
@@ -180,12 +159,9 @@ def test_a_full_drive_is_passed_over_until_it_has_room(tmp_path: Path) -> None:
         assert drives.writes["a"] > 0
 
 
-def test_room_is_taken_wherever_it_is(small_disk: Callable[[int], Path]) -> None:
+def test_room_is_taken_wherever_it_is(small_disk):
     directories = [small_disk(mebibytes) for mebibytes in (20, 28, 64)]
-    backend = PosixBackend(directories)
-    mover = HostMover(backend, ReloadPool(0))
-    tier = SsdTier(backend, mover, directories, events=EventLog(), sampler=Sampler("off"), chunk_bytes=MIB)
-    try:
+    with ssd_tier(PosixBackend(directories), *directories, chunk_bytes=MIB) as tier:
         free = [facts.f_bavail * facts.f_frsize for facts in map(os.statvfs, directories)]
         need = sum(free) - 3 * MIB
         assert need / 3 > free[1], "an equal part fits two of them"
@@ -197,44 +173,32 @@ def test_room_is_taken_wherever_it_is(small_disk: Callable[[int], Path]) -> None
         read_all(tier, owners)
         with pytest.raises(OutOfSpaceError, match=r"states need [\d,]+ bytes; [\d,]+ of them have no place"):
             tier.reserve(need + 8 * MIB, "states")
-    finally:
-        tier.close()
-        backend.close()
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EIO])
-def test_a_drive_whose_file_cannot_grow_gets_no_more(number: int, tmp_path: Path) -> None:
+def test_a_drive_whose_file_cannot_grow_gets_no_more(number, tmp_path):
     with tier_on(tmp_path, "ab") as (tier, drives):
 
-        def refuse(nbytes: int) -> Extent:
+        def refuse(nbytes):
             raise OSError(number, "no")
 
-        tier._arenas[0].allocate = refuse  # type: ignore[method-assign]
+        tier._arenas[0].allocate = refuse
         read_all(tier, write_all(tier, [8 * CHUNK + 4096] * 3))
         assert set(drives.writes) == {"b"}
         assert tier._refusing == {0}
 
 
-def test_events_tell_what_each_drive_has_moved(tmp_path: Path) -> None:
+def test_events_tell_what_each_drive_has_moved(tmp_path):
     events = EventLog()
-    directories = [tmp_path / "a", tmp_path / "b"]
-    for directory in directories:
-        directory.mkdir()
-    drives = Drives(directories, dict.fromkeys("ab", 0.002))
-    mover = HostMover(drives, ReloadPool(0))
-    tier = SsdTier(drives, mover, directories, events=events, sampler=Sampler("off"), chunk_bytes=CHUNK)
-    try:
+    with tier_on(tmp_path, "ab", dict.fromkeys("ab", 0.002), events=events) as (tier, _):
         owners = write_all(tier, [16 * CHUNK + 4096])
         moved = events.drain()
-        assert {event.drive for event in moved} == {0, 1}  # type: ignore[union-attr]
+        assert {event.drive for event in moved} == {0, 1}
         body = owners[0].place.body_nbytes
-        assert sum(event.nbytes for event in moved) == body == tier.progress().written_bytes  # type: ignore[union-attr]
-    finally:
-        tier.close()
-        drives.close()
+        assert sum(event.nbytes for event in moved) == body == tier.progress().written_bytes
 
 
-def test_closing_drains_what_has_begun_on_every_drive(tmp_path: Path) -> None:
+def test_closing_drains_what_has_begun_on_every_drive(tmp_path):
     with tier_on(tmp_path, "abc", dict.fromkeys("abc", 0.01)) as (tier, _):
         owners = [Owner(random_storage(12 * CHUNK, seed)) for seed in range(6)]
         for owner in owners:
@@ -245,20 +209,20 @@ def test_closing_drains_what_has_begun_on_every_drive(tmp_path: Path) -> None:
             assert owner.error is None or not isinstance(owner.error, OSError)
 
 
-def test_the_probe_uses_all_drives_at_once_by_their_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_uses_all_drives_at_once_by_their_speed(tmp_path, monkeypatch):
     directories = [tmp_path / name for name in "abc"]
     for directory in directories:
         directory.mkdir()
     drives = Drives(directories, {"a": 0.005, "b": 0.05})
     has_begun, write = {name: threading.Event() for name in "ab"}, drives.write
 
-    def write_together(arena: Arena, region: Region, offset: int) -> None:
+    def write_together(arena, region, offset):
         has_begun[arena.directory.name].set()
         assert all(event.wait(PATIENCE_S) for event in has_begun.values()), "one drive after the other"
         write(arena, region, offset)
 
     monkeypatch.setattr(drives, "write", write_together)
-    try:
+    with closing(drives):
         drives.full.add("c")
         rates = measure_rates(drives, directories)
         assert min(rates.write_per_s, rates.read_per_s) > 0
@@ -267,5 +231,3 @@ def test_the_probe_uses_all_drives_at_once_by_their_speed(tmp_path: Path, monkey
         drives.full |= {"a", "b"}
         with pytest.raises(OutOfSpaceError):
             measure_rates(drives, directories)
-    finally:
-        drives.close()

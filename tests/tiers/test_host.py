@@ -1,6 +1,5 @@
 """Host memory as a tier: exactness with late copies, room, reuse, numbers."""
 
-import os
 import random
 import signal
 import threading
@@ -12,19 +11,18 @@ import torch
 
 from lightning_ssd.common.accelerators import Accelerator, CudaAccelerator
 from lightning_ssd.errors import OffloaderClosedError, StorageError
-from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog, TransferEvent
 from lightning_ssd.tiers.base import WriteRequest
-from lightning_ssd.tiers.checksum import Sampler
-from lightning_ssd.tiers.copy_paths import HostMover, host_bytes
+from lightning_ssd.tiers.copy_paths import host_bytes
 from lightning_ssd.tiers.host import HostTier
-from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import StreamCopies
 from tests.support.host_traffic import CPU, KIB, MIB, stored, wait_until
 from tests.support.late import late_copies
 from tests.support.owners import Owner, as_bytes, random_storage
+from tests.support.ssd_tiers import ssd_tier
 from tests.support.threads import at_once
+from tests.support.weight_loops import in_a_fork
 
 
 def _interrupt(*_):
@@ -330,18 +328,15 @@ class TestFailures:
 
     def test_each_tier_takes_its_own(self, make_tier, tmp_path):
         one, other = make_tier(), make_tier()
-        backend, reload = PosixBackend([tmp_path], direct=False), ReloadPool(0)
-        ssd = SsdTier(backend, HostMover(backend, reload), [tmp_path], events=EventLog(), sampler=Sampler("off"))
         owner, below = stored(one, MIB), Owner(random_storage(MIB))
-        assert ssd.write(below, MIB, None, label="")
-        below.wait()
-        for tier, place in ((other, owner.place), (ssd, owner.place), (one, below.place)):
-            with pytest.raises(TypeError, match="to the one that did"):
-                tier.free(place)
-            with pytest.raises(TypeError, match="to the one that did"):
-                tier.read(owner, place, CPU, urgent=True)
-        ssd.close()
-        backend.close()
+        with ssd_tier(PosixBackend([tmp_path], direct=False), tmp_path) as ssd:
+            assert ssd.write(below, MIB, None, label="")
+            below.wait()
+            for tier, place in ((other, owner.place), (ssd, owner.place), (one, below.place)):
+                with pytest.raises(TypeError, match="to the one that did"):
+                    tier.free(place)
+                with pytest.raises(TypeError, match="to the one that did"):
+                    tier.read(owner, place, CPU, urgent=True)
 
 
 class TestClosing:
@@ -364,25 +359,19 @@ class TestClosing:
         with pytest.raises(ValueError, match="was freed"):
             tier.read(owners[0], owners[0].stored, CPU, urgent=True)
 
-    @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
     def test_a_forked_child_has_no_tier(self, make_tier):
         tier = make_tier()
         owner = stored(tier, MIB)
+
+        def use():
+            signal.alarm(20)  # a child that waits for a lock must not stay
+            tier.free(owner.place)
+            tier.arena.free(owner.place.parts[0].extent)
+            tier.arena.close()
+            with pytest.raises(StorageError):
+                tier.write(owner, MIB, None, label="")
+
         with tier._lock, tier.arena._lock:  # as if other threads held them at the fork
-            child = os.fork()
-            if child == 0:
-                signal.alarm(20)  # a child that waits for a lock must not stay
-                code = 1
-                try:
-                    tier.free(owner.place)
-                    tier.arena.free(owner.place.parts[0].extent)
-                    tier.arena.close()
-                    tier.write(owner, MIB, None, label="")
-                except StorageError:
-                    code = 0
-                finally:
-                    os._exit(code)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
+            assert in_a_fork(use) == 0
         tier.read(owner, owner.place, CPU, urgent=True).wait()
         assert owner.is_right()

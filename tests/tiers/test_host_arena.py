@@ -1,7 +1,6 @@
 """Bounded host memory in extents: room, growth, slabs, locking."""
 
 import ctypes
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory import mmap
 from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.memory.mmap import MappedBlock
-from lightning_ssd.storage.extents import Extent
 from lightning_ssd.tiers.host_arena import HostArena
 from tests.support.process_memory import resident_bytes
 
@@ -82,23 +80,6 @@ class TestRoom:
     def test_no_addresses_is_said_so(self):
         with pytest.raises(MemoryError, match=r"lower HardwareProfile\.host_memory"):
             HostArena(1 << 60, pin=False)
-
-    def test_extents_never_overlap(self, arena):
-        choose, lent = random.Random(0), list[tuple[Extent, int]]()
-        for turn in range(400):
-            extent = arena.allocate(choose.randrange(1, 4 * MIB))
-            if extent is not None:
-                value = turn % 251
-                for _, at, nbytes in arena.pieces(extent, extent.nbytes, 1 << 40):
-                    ctypes.memset(at, value, nbytes)
-                lent.append((extent, value))
-            while lent and (extent is None or len(lent) > 12):
-                old, value = lent.pop(choose.randrange(len(lent)))
-                content = ctypes.string_at(address(arena, old), old.nbytes)
-                assert content == bytes([value]) * old.nbytes
-                arena.free(old)
-                extent = old
-        assert arena.used_bytes == sum(extent.nbytes for extent, _ in lent)
 
     def test_close(self, arena):
         extent = must(arena.allocate(16 * MIB))

@@ -1,20 +1,16 @@
 """A training on file systems of its own, of which one goes in mid-run."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import StorageError
 from recipes.benchmarks.drives import loop_drives, take_away
+from tests.support.opened import offloader_in
 
 NUM_STEPS, GOES_IN = 4, 1
 MIDDLE = 6
@@ -22,7 +18,7 @@ MIDDLE = 6
 
 
 @pytest.fixture
-def drives(tmp_path: Path) -> Iterator[list[Path]]:
+def drives(tmp_path):
     with ExitStack() as stack:
         try:
             found = stack.enter_context(loop_drives(tmp_path, 2, 256 << 20))
@@ -34,15 +30,13 @@ def drives(tmp_path: Path) -> Iterator[list[Path]]:
 class Training:
     """Steps of a model with its activations on drives, and of its copy without."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(0)
         self.mine = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())))
         self.plain = copy.deepcopy(self.mine)
         self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.mine, self.plain)]
 
-    def step(
-        self, offloader: Offloader, number: int, moment: str = "", happens: Callable[[], None] = lambda: None
-    ) -> None:
+    def step(self, offloader, number, moment="", happens=lambda: None):
         """Train one step; in a moment of it something happens."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -64,18 +58,17 @@ class Training:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def check(self) -> None:
+    def check(self):
         """Compare the weights."""
         for mine, plain in zip(self.mine.parameters(), self.plain.parameters(), strict=True):
             assert torch.equal(mine, plain)
 
 
-def opened(drives: list[Path]) -> Offloader:
-    policy = OffloadPolicy(activations="offload", min_tensor_bytes=0)
-    return Offloader(policy=policy, hardware=HardwareProfile(paths=drives))
+def opened(drives):
+    return offloader_in(drives, activations="offload", min_tensor_bytes=0)
 
 
-def test_a_drive_that_goes_between_steps_costs_no_bit(drives: list[Path]) -> None:
+def test_a_drive_that_goes_between_steps_costs_no_bit(drives):
     training = Training()
     with opened(drives) as offloader:
         for number in range(NUM_STEPS):
@@ -86,11 +79,11 @@ def test_a_drive_that_goes_between_steps_costs_no_bit(drives: list[Path]) -> Non
 
 
 @pytest.mark.parametrize("moment", ["forward", "between", "backward"])
-def test_a_drive_that_goes_within_a_step_is_named_where_its_bytes_are_missed(moment: str, drives: list[Path]) -> None:
+def test_a_drive_that_goes_within_a_step_is_named_where_its_bytes_are_missed(moment, drives):
     """The step then ends before an update, and training goes on from there without that drive."""
     training, lost_bytes, error = Training(), 0, None
 
-    def goes() -> None:
+    def goes():
         nonlocal lost_bytes
         take_away(drives[1])
         tier = offloader._parts.tiers.ssd

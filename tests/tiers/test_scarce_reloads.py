@@ -3,50 +3,28 @@
 import pytest
 import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.activations import fetcher, tensor_cache
 from lightning_ssd.activations.fetcher import Fetcher
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
 from tests.activations.test_saved_storage import LEASES, record_of
+from tests.support.helpers import open_offloader
+from tests.support.sines import gradient_of_sines, sines
 
 NBYTES = 256 * 1024
 
 
-def offloader(directory):
-    hardware = HardwareProfile(paths=[directory], allow_unsuitable_paths=True)
-    return Offloader(policy=OffloadPolicy(activations="offload", min_tensor_bytes=0), hardware=hardware)
-
-
-def loss_of(x):
-    y = x * 1
-    for _ in range(32):
-        y = y.sin()
-    return y.sum()
-
-
-def leaf():
-    return torch.rand(NBYTES // 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-
-def expected():
-    x = leaf()
-    loss_of(x).backward()
-    assert x.grad is not None
-    return x.grad
-
-
 def assert_trains_exactly(directory):
     """All is written before backward begins."""
-    x = leaf()
-    with offloader(directory) as opened:
+    x = torch.rand(NBYTES // 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with open_offloader(directory) as opened:
         with opened.saved_tensors():
-            loss = loss_of(x)
+            loss = sines(x, 32).sum()
         opened.flush()
         loss.backward()
         opened.end_backward()
-    assert torch.equal(x.grad, expected())
+    assert torch.equal(x.grad, gradient_of_sines(x, 32))
 
 
 @pytest.mark.parametrize(("available", "most"), [(16 * NBYTES, 4 * NBYTES), (8 * NBYTES, 2 * NBYTES), (None, None)])

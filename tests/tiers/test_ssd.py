@@ -1,34 +1,28 @@
 """The SSD tier: who goes first on the drives, what it counts. Its exactness is tested through the offloader."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 import torch
 
 from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import OffloaderClosedError, StorageError
-from lightning_ssd.memory.pools import ReloadPool, StagingPool
+from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog, TransferEvent
 from lightning_ssd.tiers.base import ReadRequest, WriteRequest
-from lightning_ssd.tiers.checksum import Sampler
-from lightning_ssd.tiers.copy_paths import HostMover, StagedMover
-from lightning_ssd.tiers.jobs import Read
+from lightning_ssd.tiers.copy_paths import StagedMover
 from lightning_ssd.tiers.read_priority import patience_s
-from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.faults import FaultyBackend, eio
 from tests.support.host_traffic import wait_until
 from tests.support.late import HeldCopies, HeldMark
 from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S
+from tests.support.ssd_tiers import ssd_tier
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
@@ -40,54 +34,39 @@ LONG_S = 60.0
 class Drive(FaultyBackend):
     """Blocks calls while the test wants it; knows their order."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         super().__init__(PosixBackend([directory], direct=False), fail_write=self._write, fail_read=self._read)
-        self.order: list[str] = []
+        self.order = []
         self.may_write, self.may_read = threading.Event(), threading.Event()
         self.may_write.set()
         self.may_read.set()
         self.fails = False
 
-    def _write(self, index: int) -> BaseException | None:
+    def _write(self, index):
         self.order.append("write")
         assert self.may_write.wait(PATIENCE_S)
-        return None
+        return
 
-    def _read(self, index: int) -> BaseException | None:
+    def _read(self, index):
         self.order.append("read")
         assert self.may_read.wait(PATIENCE_S)
         return eio() if self.fails else None
 
-    def wait_calls(self, number: int) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while len(self.order) < number:
-            assert time.monotonic() < deadline, self.order
-            time.sleep(0.001)
+    def wait_calls(self, number):
+        wait_until(lambda: len(self.order) >= number)
 
 
 @contextmanager
-def tier_on(
-    drive: Drive, directory: Path, *, num_workers: int = 1, events: EventLog | None = None
-) -> Iterator[SsdTier]:
-    tier = SsdTier(
-        drive,
-        HostMover(drive, ReloadPool(0)),
-        [directory],
-        events=events or EventLog(),
-        sampler=Sampler("off"),
-        chunk_bytes=CHUNK,
-        num_workers=num_workers,
-    )
-    try:
-        yield tier
-    finally:
-        drive.may_write.set()
-        drive.may_read.set()
-        tier.close()
-        drive.close()
+def tier_on(drive, directory, **settings):
+    with ssd_tier(drive, directory, chunk_bytes=CHUNK, num_workers=1, **settings) as tier:
+        try:
+            yield tier
+        finally:
+            drive.may_write.set()
+            drive.may_read.set()
 
 
-def stored(tier: SsdTier, nbytes: int, seed: int = 0) -> Owner:
+def stored(tier, nbytes, seed=0):
     owner = Owner(random_storage(nbytes + 4096, seed))  # an unaligned edge stays in memory
     assert tier.write(owner, nbytes + 4096, None, label="")
     owner.wait()
@@ -96,11 +75,11 @@ def stored(tier: SsdTier, nbytes: int, seed: int = 0) -> Owner:
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Drive:
+def drive(tmp_path):
     return Drive(tmp_path)
 
 
-def test_a_read_goes_where_it_is_told(drive: Drive, tmp_path: Path) -> None:
+def test_a_read_goes_where_it_is_told(drive, tmp_path):
     """With the edges, whatever the address."""
     with tier_on(drive, tmp_path) as tier:
         owner = stored(tier, CHUNK + 5)
@@ -115,9 +94,7 @@ def test_a_read_goes_where_it_is_told(drive: Drive, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("offset", [0, 4, 36, 60, 64])
 @pytest.mark.parametrize("nbytes", [CHUNK, 3 * CHUNK + 17])
-def test_memory_that_comes_back_is_aligned_as_before_to_vectors(
-    drive: Drive, tmp_path: Path, offset: int, nbytes: int
-) -> None:
+def test_memory_that_comes_back_is_aligned_as_before_to_vectors(drive, tmp_path, offset, nbytes):
     """The last bits of a product may depend on it, also where the drive takes any address."""
     assert drive.memory_alignment == 1
     with tier_on(drive, tmp_path) as tier:
@@ -138,9 +115,7 @@ def test_memory_that_comes_back_is_aligned_as_before_to_vectors(
 class TestWritesGiveWay:
     @pytest.mark.parametrize("promoted", [False, True])
     @pytest.mark.parametrize("fails", [False, True])
-    def test_no_write_begins_while_an_urgent_read_runs(
-        self, drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promoted: bool, fails: bool
-    ) -> None:
+    def test_no_write_begins_while_an_urgent_read_runs(self, drive, tmp_path, monkeypatch, promoted, fails):
         monkeypatch.setattr("lightning_ssd.tiers.transfer_queue.patience_s", lambda chunk_s: PATIENCE_S)
         with tier_on(drive, tmp_path) as tier:
             owner = stored(tier, CHUNK)
@@ -170,7 +145,7 @@ class TestWritesGiveWay:
                 tier.read(each, each.place, CPU, urgent=False).wait()
                 assert each.is_right()
 
-    def test_writes_cannot_starve(self, drive: Drive, tmp_path: Path) -> None:
+    def test_writes_cannot_starve(self, drive, tmp_path):
         """The urgent read never ends, and all is written and flushed the same."""
         with tier_on(drive, tmp_path) as tier:
             owner = stored(tier, CHUNK)
@@ -184,9 +159,7 @@ class TestWritesGiveWay:
             assert not read.ended
             assert late.place.body_nbytes > 0
 
-    def test_close_does_not_wait_for_the_gate(
-        self, drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_close_does_not_wait_for_the_gate(self, drive, tmp_path, monkeypatch):
         """Chunks of a write that has begun are finished at once, though the urgent read goes on."""
         monkeypatch.setattr("lightning_ssd.tiers.transfer_queue.patience_s", lambda chunk_s: LONG_S)
         with tier_on(drive, tmp_path) as tier:
@@ -212,8 +185,8 @@ class TestWritesGiveWay:
             assert late.error is None
 
 
-def test_urgent_reads_overtake_at_chunk_borders(drive: Drive, tmp_path: Path) -> None:
-    ended: list[str] = []
+def test_urgent_reads_overtake_at_chunk_borders(drive, tmp_path):
+    ended = []
     with tier_on(drive, tmp_path) as tier:
         large, small = stored(tier, 8 * CHUNK), stored(tier, CHUNK, 1)
         drive.order.clear()
@@ -241,17 +214,17 @@ class _Capricious(Owner):
 
     wants = True
 
-    def is_wanted(self) -> bool:
+    def is_wanted(self):
         return self.wants
 
 
-def test_a_write_that_nobody_wants_ends_with_the_chunk_under_way(drive: Drive, tmp_path: Path) -> None:
+def test_a_write_that_nobody_wants_ends_with_the_chunk_under_way(drive, tmp_path):
     """It would hold the memory, and keep the drive busy, as long as all of it takes."""
     events = EventLog()
     with tier_on(drive, tmp_path, events=events) as tier:
         drive.may_write.clear()
         owner = _Capricious(random_storage(5 * CHUNK))
-        tier.write(owner, owner.storage.nbytes(), None, label="given up")  # type: ignore[union-attr]
+        tier.write(owner, owner.storage.nbytes(), None, label="given up")
         drive.wait_calls(1)
         owner.wants = False
         drive.may_write.set()
@@ -260,14 +233,14 @@ def test_a_write_that_nobody_wants_ends_with_the_chunk_under_way(drive: Drive, t
         assert drive.order == ["write"]
         assert not owner.place.is_complete
         assert owner.place.body_nbytes == CHUNK == tier.progress().written_bytes
-        assert [event.nbytes for event in events.drain()] == [CHUNK]  # type: ignore[union-attr]
+        assert [event.nbytes for event in events.drain()] == [CHUNK]
         with pytest.raises(ValueError, match="given up was not written to its end"):
             tier.read(owner, owner.place, CPU, urgent=False)
         tier.free(owner.place)
         assert sum(arena.used_bytes for arena in tier._arenas) == 0
 
 
-def test_progress_and_events(drive: Drive, tmp_path: Path) -> None:
+def test_progress_and_events(drive, tmp_path):
     events = EventLog()
     with tier_on(drive, tmp_path, events=events) as tier:
         assert tier.name == "ssd"
@@ -289,64 +262,53 @@ class LateEnd(HeldMark):
 
     stream = None
 
-    def __init__(self, late_s: float, now_s: list[float]) -> None:
+    def __init__(self, late_s, now_s):
         super().__init__()
         self._late_s, self._now_s = late_s, now_s
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self._now_s[0] += self._late_s
 
 
 class Behind(HeldCopies):
     """Of a device that gets to its present end after so many seconds."""
 
-    def __init__(self, late_s: float, now_s: list[float]) -> None:
+    def __init__(self, late_s, now_s):
         super().__init__(held=False)
         self._late_s, self._now_s = late_s, now_s
 
-    def mark(self) -> HeldMark:
+    def mark(self):
         return LateEnd(self._late_s, self._now_s)
 
 
 @pytest.mark.parametrize("late_s", [0.0, 100.0])
-def test_what_the_device_has_left_to_do_says_nothing_of_the_drive(
-    drive: Drive, tmp_path: Path, late_s: float, worker_clock: list[float]
-) -> None:
+def test_what_the_device_has_left_to_do_says_nothing_of_the_drive(drive, tmp_path, late_s, worker_clock):
     """A read into memory that the device still uses waits for the device after it has read."""
-    copies, events, staging = Behind(late_s, worker_clock), EventLog(), StagingPool()
-    mover = StagedMover(drive, staging, copies)
-    tier = SsdTier(drive, mover, [tmp_path], events=events, sampler=Sampler("off"), chunk_bytes=CHUNK, num_workers=1)
-    try:
+    events = EventLog()
+    with staged(drive, tmp_path, Behind(late_s, worker_clock), events=events, num_workers=1) as (tier, _):
         owner = Owner(random_storage(CHUNK))
         assert tier.write(owner, CHUNK, None, label="")
         owner.wait()
         tier.read(owner, owner.place, CPU, urgent=False).wait()
         assert owner.is_right()
         assert tier.progress().read_busy_s == 0
-    finally:
-        tier.close()
-        staging.close()
-        drive.close()
     (read,) = [event for event in events.drain() if isinstance(event, TransferEvent) and event.direction == "read"]
     assert read.end_s - read.start_s == 0, "nor is it part of the move"
 
 
 @contextmanager
-def staged(drive: Drive, directory: Path, copies: HeldCopies) -> Iterator[tuple[SsdTier, StagingPool]]:
-    staging = StagingPool()
-    mover = StagedMover(drive, staging, copies)
-    tier = SsdTier(drive, mover, [directory], events=EventLog(), sampler=Sampler("off"), chunk_bytes=CHUNK)
-    try:
-        yield tier, staging
-    finally:
-        copies.free_run()
-        tier.close()
-        staging.close()
-        drive.close()
+def staged(drive, directory, copies, **settings):
+    with closing(StagingPool()) as staging:
+        mover = StagedMover(drive, staging, copies)
+        with ssd_tier(drive, directory, mover=mover, chunk_bytes=CHUNK, **settings) as tier:
+            try:
+                yield tier, staging
+            finally:
+                copies.free_run()
 
 
 class TestStagedReads:
-    def test_one_is_handed_over_when_its_last_copy_is_queued(self, drive: Drive, tmp_path: Path) -> None:
+    def test_one_is_handed_over_when_its_last_copy_is_queued(self, drive, tmp_path):
         copies = HeldCopies(held=False)
         with staged(drive, tmp_path, copies) as (tier, staging):
             owner = stored(tier, CHUNK - 4096)
@@ -361,7 +323,7 @@ class TestStagedReads:
             copies.free_run()
             wait_until(lambda: not key.alive() and not staging.lent_bytes)
 
-    def test_a_copy_that_fails_late_is_told_at_close(self, drive: Drive, tmp_path: Path) -> None:
+    def test_a_copy_that_fails_late_is_told_at_close(self, drive, tmp_path):
         copies = HeldCopies(held=False)
         with staged(drive, tmp_path, copies) as (tier, staging):
             owner = stored(tier, CHUNK - 4096)
@@ -372,7 +334,7 @@ class TestStagedReads:
                 tier.close()
             assert staging.lent_bytes > 0, "the copy may still use the buffer"
 
-    def test_storages_of_one_job_share_staging_buffers(self, drive: Drive, tmp_path: Path) -> None:
+    def test_storages_of_one_job_share_staging_buffers(self, drive, tmp_path):
         """A worker holds one at a time, and a copy that fails behind a hand-over is told at close."""
         copies = HeldCopies(held=False)
         with staged(drive, tmp_path, copies) as (tier, staging):
@@ -392,15 +354,13 @@ class TestStagedReads:
                 tier.close()
 
 
-def read_all_told(read: Read, owners: list[Owner]) -> None:
+def read_all_told(read, owners):
     for owner in owners:
         with suppress(RuntimeError):  # of a copy that has failed
             read.wait_for(owner)
 
 
-def test_writes_wait_for_the_producer_without_being_busy(
-    drive: Drive, tmp_path: Path, worker_clock: list[float]
-) -> None:
+def test_writes_wait_for_the_producer_without_being_busy(drive, tmp_path, worker_clock):
     produced = HeldCopies().mark()
     produced.passed.clear()
     with tier_on(drive, tmp_path) as tier:
@@ -415,12 +375,12 @@ def test_writes_wait_for_the_producer_without_being_busy(
         assert owner.calls == ["begins", "written"]
 
 
-def test_storages_of_one_job_end_and_fail_each_by_itself(tmp_path: Path) -> None:
+def test_storages_of_one_job_end_and_fail_each_by_itself(tmp_path):
     """Of three, the second one's write fails, and the last one is no longer wanted when it would begin."""
-    failing: list[int] = []
+    failing = []
 
     class Second(Drive):
-        def _write(self, index: int) -> BaseException | None:
+        def _write(self, index):
             super()._write(index)
             return eio() if index in failing else None
 
@@ -444,12 +404,12 @@ def test_storages_of_one_job_end_and_fail_each_by_itself(tmp_path: Path) -> None
     assert sorted((event.failed, event.nbytes) for event in written) == [(False, 32 * KIB), (True, 16 * KIB)]
 
 
-def test_storages_read_in_one_job_come_back_and_fail_each_by_itself(tmp_path: Path) -> None:
+def test_storages_read_in_one_job_come_back_and_fail_each_by_itself(tmp_path):
     """Of four, the second one's reads fail, and the drive is stuck at the third one."""
-    failing: list[int] = []
+    failing = []
 
     class Some(Drive):
-        def _read(self, index: int) -> BaseException | None:
+        def _read(self, index):
             if len(self.order) - self.order.count("write") >= 3:
                 super()._read(index)
             else:
@@ -468,7 +428,7 @@ def test_storages_read_in_one_job_come_back_and_fail_each_by_itself(tmp_path: Pa
         assert owners[0].is_right()
         read.wait_for(owners[1])
         assert isinstance(owners[1].error, StorageError)
-        key = StorageKey(owners[0].reloaded)  # type: ignore[arg-type]
+        key = StorageKey(owners[0].reloaded)
         owners[0].reloaded = None
         assert not key.alive(), "the job holds what it has handed over"
         used_bytes = [arena.used_bytes for arena in tier._arenas]
@@ -490,7 +450,7 @@ def test_storages_read_in_one_job_come_back_and_fail_each_by_itself(tmp_path: Pa
     assert sorted((event.failed, event.nbytes // CHUNK) for event in came) == [(False, 3), (True, 1)]
 
 
-def test_a_group_that_has_not_begun_is_told_at_close(drive: Drive, tmp_path: Path) -> None:
+def test_a_group_that_has_not_begun_is_told_at_close(drive, tmp_path):
     with tier_on(drive, tmp_path) as tier:
         owners = [stored(tier, CHUNK - 4096, seed) for seed in range(3)]
         drive.may_read.clear()
@@ -509,7 +469,7 @@ def test_a_group_that_has_not_begun_is_told_at_close(drive: Drive, tmp_path: Pat
         assert owners[0].is_right()
 
 
-def test_a_job_holds_the_memory_of_what_it_writes_and_no_other(drive: Drive, tmp_path: Path) -> None:
+def test_a_job_holds_the_memory_of_what_it_writes_and_no_other(drive, tmp_path):
     with tier_on(drive, tmp_path) as tier:
         owners = [Owner(random_storage(CHUNK, seed)) for seed in range(3)]
         keys = [StorageKey(owner.storage) for owner in owners if owner.storage is not None]
@@ -527,17 +487,17 @@ def test_a_job_holds_the_memory_of_what_it_writes_and_no_other(drive: Drive, tmp
         assert [owner.calls for owner in owners] == [["begins", "written"], ["begins"], ["begins"]]
 
 
-def test_a_job_whose_producer_is_lost_tells_every_owner(drive: Drive, tmp_path: Path) -> None:
+def test_a_job_whose_producer_is_lost_tells_every_owner(drive, tmp_path):
     class Lost:
         stream = "lost"
 
-        def synchronize(self) -> None:
+        def synchronize(self):
             raise RuntimeError("the device is lost")
 
-        def query(self) -> bool:
+        def query(self):
             return False
 
-        def again(self) -> Lost:
+        def again(self):
             return self
 
     with tier_on(drive, tmp_path) as tier:

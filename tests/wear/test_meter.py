@@ -1,12 +1,8 @@
 """Whose bytes count for which drive, and when a warning is due."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,35 +11,30 @@ from lightning_ssd.wear import meter as meter_module
 from lightning_ssd.wear.endurance import Drive
 from lightning_ssd.wear.meter import ACTIVATIONS, WearMeter
 from lightning_ssd.wear.smart import DriveHealth, HealthReport
+from tests.support.stopped_clocks import stopped_clock
 
 DAY_S = 86_400
 TB = 10**12
 
 
 @pytest.fixture
-def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    now = [1000.0]
-    monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    return sleep
+def wait(monkeypatch):
+    return stopped_clock(monkeypatch, meter_module)
 
 
 @pytest.fixture
-def directories(tmp_path: Path) -> tuple[Path, Path]:
+def directories(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
     return first, second
 
 
-def health(name: str = "nvme0n1", *, written: int | None = None, used: int = 0, share: float = 1.0) -> DriveHealth:
+def health(name="nvme0n1", *, written=None, used=0, share=1.0):
     return DriveHealth(name=name, written_bytes=written, percentage_used=used, share=share)
 
 
-def tells(monkeypatch: pytest.MonkeyPatch, **reports: HealthReport) -> None:
+def tells(monkeypatch, **reports):
     """What the drive below each directory tells."""
     monkeypatch.setattr(meter_module, "read_health", lambda directory: reports[Path(directory).name])
     monkeypatch.setattr(meter_module, "capacity_bytes", lambda directory: TB)
@@ -55,29 +46,29 @@ SILENT = HealthReport((), "no rights")
 class Account:
     """What writers have written so far, in each directory."""
 
-    def __init__(self, meter: WearMeter, num_directories: int = 1) -> None:
+    def __init__(self, meter, num_directories=1):
         self.meter = meter
         self.activations = [0] * num_directories
         self.states = [0] * num_directories
         meter.watch(ACTIVATIONS, lambda: self.activations)
         meter.watch("optimizer states", lambda: self.states)
 
-    def border(self, *activations: int) -> str | None:
+    def border(self, *activations):
         self.activations = list(activations)
         return self.meter.border()
 
-    def life(self, *activations: int) -> dict[int, float]:
+    def life(self, *activations):
         self.activations = list(activations)
         return self.meter.life_days()
 
 
-def shares(account: Account, *written: int) -> dict[str, float]:
+def shares(account, *written):
     """Of each drive in all that was written."""
     account.activations = list(written)
     return {drive.name: drive.share for drive in account.meter._shared_out(account.meter._written())}
 
 
-def lives(meter: WearMeter, wait: Callable[[float], None], *per_day: int) -> dict[int, float]:
+def lives(meter, wait, *per_day):
     account = Account(meter, len(per_day))
     meter.border()
     wait(DAY_S)
@@ -87,10 +78,8 @@ def lives(meter: WearMeter, wait: Callable[[float], None], *per_day: int) -> dic
 # -- drives -----------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_rating_the_drives_are_not_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wait: Callable[[float], None]
-) -> None:
-    def refuse(directory: Path) -> HealthReport:
+def test_without_a_rating_the_drives_are_not_asked(monkeypatch, tmp_path, wait):
+    def refuse(directory):
         raise AssertionError("nobody wants to know")
 
     monkeypatch.setattr(meter_module, "read_health", refuse)
@@ -101,9 +90,7 @@ def test_without_a_rating_the_drives_are_not_asked(
         assert meter.border() is None
 
 
-def test_two_directories_on_one_drive_are_one_drive(
-    monkeypatch: pytest.MonkeyPatch, directories: tuple[Path, Path], wait: Callable[[float], None]
-) -> None:
+def test_two_directories_on_one_drive_are_one_drive(monkeypatch, directories, wait):
     report = HealthReport((health(used=25),), None)
     tells(monkeypatch, first=report, second=report)
     meter = WearMeter(directories, 400 * TB, wear_budget=lambda capacity: capacity)
@@ -114,9 +101,7 @@ def test_two_directories_on_one_drive_are_one_drive(
     assert lives(meter, wait, TB // 2, 3 * TB // 2) == {0: pytest.approx(150), 1: pytest.approx(150)}
 
 
-def test_each_drive_wears_by_what_is_written_to_it(
-    monkeypatch: pytest.MonkeyPatch, directories: tuple[Path, Path], wait: Callable[[float], None]
-) -> None:
+def test_each_drive_wears_by_what_is_written_to_it(monkeypatch, directories, wait):
     first = HealthReport((health("nvme0n1", used=50),), None)
     second = HealthReport((health("nvme1n1", written=300 * TB),), None)
     tells(monkeypatch, first=first, second=second)
@@ -131,9 +116,7 @@ def test_each_drive_wears_by_what_is_written_to_it(
     assert account.life(0, TB) == {1: pytest.approx(100)}, "one is not written to"
 
 
-def test_drives_that_do_not_tell_count_as_new(
-    monkeypatch: pytest.MonkeyPatch, directories: tuple[Path, Path], wait: Callable[[float], None]
-) -> None:
+def test_drives_that_do_not_tell_count_as_new(monkeypatch, directories, wait):
     tells(monkeypatch, first=SILENT, second=SILENT)
     meter = WearMeter(directories, 400 * TB)
     ((drive, parts),) = meter._drives
@@ -148,9 +131,7 @@ def test_drives_that_do_not_tell_count_as_new(
     assert meter.bytes_per_day == 0, "a file system that tells no size is no error"
 
 
-def test_members_of_an_array_have_their_part_of_their_directory(
-    monkeypatch: pytest.MonkeyPatch, directories: tuple[Path, Path]
-) -> None:
+def test_members_of_an_array_have_their_part_of_their_directory(monkeypatch, directories):
     striped = HealthReport((health("nvme0n1", share=0.5), health("nvme1n1", share=0.5)), None)
     tells(monkeypatch, first=striped, second=HealthReport((health("nvme1n1"),), None))
     account = Account(WearMeter(directories, TB), 2)
@@ -158,7 +139,7 @@ def test_members_of_an_array_have_their_part_of_their_directory(
     assert shares(account, 2 * TB, 0) == {"nvme0n1": 0.5, "nvme1n1": 0.5}
 
 
-def test_a_real_directory_can_be_asked(tmp_path: Path, wait: Callable[[float], None]) -> None:
+def test_a_real_directory_can_be_asked(tmp_path, wait):
     space = os.statvfs(tmp_path)
     meter = WearMeter([tmp_path], 1000 * TB, wear_budget=lambda capacity: capacity)
     assert meter.bytes_per_day == space.f_blocks * space.f_frsize
@@ -171,8 +152,8 @@ def test_a_real_directory_can_be_asked(tmp_path: Path, wait: Callable[[float], N
 
 
 @pytest.fixture
-def account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Account]:
-    def make(rating_bytes: int | None = 100 * TB, *, num_processes: int = 1, budget: int | None = None) -> Account:
+def account(monkeypatch, tmp_path):
+    def make(rating_bytes=100 * TB, *, num_processes=1, budget=None):
         tells(monkeypatch, **{tmp_path.name: HealthReport((health(),), None)})
         return Account(
             WearMeter([tmp_path], rating_bytes, num_processes=num_processes, wear_budget=lambda capacity: budget)
@@ -181,7 +162,7 @@ def account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ac
     return make
 
 
-def test_life_counts_from_the_first_border(account: Callable[..., Account], wait: Callable[[float], None]) -> None:
+def test_life_counts_from_the_first_border(account, wait):
     assert lives(account(num_processes=4).meter, wait, TB) == {0: pytest.approx(25)}, "every process writes as much"
     one = account()
     assert one.life(50 * TB) == {}
@@ -194,7 +175,7 @@ def test_life_counts_from_the_first_border(account: Callable[..., Account], wait
     assert one.life(51 * TB) == {0: pytest.approx(100)}
 
 
-def borders(one: Account, wait: Callable[[float], None], *, num: int, every_s: float, nbytes: int) -> list[bool]:
+def borders(one, wait, *, num, every_s, nbytes):
     told = []
     for number in range(num):
         told.append(one.border(number * nbytes) is not None)
@@ -205,14 +186,12 @@ def borders(one: Account, wait: Callable[[float], None], *, num: int, every_s: f
 FAST = 10**12  # per border: any drive is worn out within hours
 
 
-def test_a_warning_comes_once_and_not_before_it_can_be_trusted(
-    account: Callable[..., Account], wait: Callable[[float], None]
-) -> None:
+def test_a_warning_comes_once_and_not_before_it_can_be_trusted(account, wait):
     assert borders(account(), wait, num=40, every_s=5, nbytes=FAST) == [n == 12 for n in range(40)], "60 s"
     assert borders(account(), wait, num=20, every_s=100, nbytes=FAST) == [n == 7 for n in range(20)], "8 borders"
 
 
-def test_no_warning_where_the_drive_lasts(account: Callable[..., Account], wait: Callable[[float], None]) -> None:
+def test_no_warning_where_the_drive_lasts(account, wait):
     at_limit = 100 * TB // 180 // DAY_S  # bytes per second: 180 days
     assert not any(borders(account(), wait, num=40, every_s=10, nbytes=at_limit * 10))
     assert any(borders(account(), wait, num=40, every_s=10, nbytes=at_limit * 11))
@@ -220,9 +199,7 @@ def test_no_warning_where_the_drive_lasts(account: Callable[..., Account], wait:
     assert not any(borders(account(), wait, num=40, every_s=10, nbytes=0))
 
 
-def test_a_run_that_gets_worse_is_warned_of_later(
-    account: Callable[..., Account], wait: Callable[[float], None]
-) -> None:
+def test_a_run_that_gets_worse_is_warned_of_later(account, wait):
     one = account()
     assert not any(borders(one, wait, num=20, every_s=10, nbytes=0))
     one.states = [10 * TB]
@@ -236,9 +213,7 @@ def test_a_run_that_gets_worse_is_warned_of_later(
 
 
 @pytest.mark.parametrize("rating", [None, 10**9 * TB])
-def test_others_that_exceed_the_budget_alone_are_refused_once_that_is_known(
-    rating: int | None, account: Callable[..., Account], wait: Callable[[float], None]
-) -> None:
+def test_others_that_exceed_the_budget_alone_are_refused_once_that_is_known(rating, account, wait):
     per_s = 10**9
     for num_processes, budget_per_s, is_refused in ((1, per_s, False), (1, per_s - 1, True), (2, 2 * per_s - 2, True)):
         one = account(rating, num_processes=num_processes, budget=budget_per_s * DAY_S)
@@ -257,11 +232,11 @@ def test_others_that_exceed_the_budget_alone_are_refused_once_that_is_known(
         assert one.meter.other_bytes_per_day() == pytest.approx(per_s * DAY_S)
 
 
-def test_what_is_written_once_is_no_rate(account: Callable[..., Account], wait: Callable[[float], None]) -> None:
+def test_what_is_written_once_is_no_rate(account, wait):
     """Weights that leave memory after the first passes, and change no more."""
     one = account(None, budget=TB)
 
-    def go_on(num: int, nbytes: int) -> float:
+    def go_on(num, nbytes):
         most = 0.0
         for _ in range(num):
             one.border(0)
@@ -277,9 +252,7 @@ def test_what_is_written_once_is_no_rate(account: Callable[..., Account], wait: 
         go_on(4000, TB // 1000)
 
 
-def test_what_pauses_is_measured_over_its_pauses(
-    account: Callable[..., Account], wait: Callable[[float], None]
-) -> None:
+def test_what_pauses_is_measured_over_its_pauses(account, wait):
     """Such as a validation between epochs: in training alone more is written per second than the budget allows."""
     one = account(None, budget=10**9 * DAY_S)
     for number in range(6000):
@@ -290,9 +263,7 @@ def test_what_pauses_is_measured_over_its_pauses(
 
 
 @pytest.mark.parametrize("others", [0.0, 2.0 * TB])
-def test_one_process_that_exceeds_the_budget_ends_all(
-    others: float, account: Callable[..., Account], wait: Callable[[float], None]
-) -> None:
+def test_one_process_that_exceeds_the_budget_ends_all(others, account, wait):
     one = account(None, budget=TB)
     brought = list[float]()
     one.meter._agree = lambda values: brought.extend(values) or [min(*values, -others)]
