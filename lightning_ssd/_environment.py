@@ -22,35 +22,26 @@ from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.streams import CopyEngine
 
-__all__ = ["PATHS_VARIABLE", "Environment", "HostMemory", "chosen_paths"]
+__all__ = ["PATHS_VARIABLE", "Environment", "chosen_paths", "host_budget_for"]
 
 PATHS_VARIABLE = "LIGHTNING_SSD_PATHS"
 _HOST_SHARE = 4
 """One part in so many of the host's available memory is for the host tier of a device."""
 
 
-class HostMemory:
-    """Host memory that an offloader's activations and optimizers take together.
+def host_budget_for(device: torch.device, hardware: HardwareProfile, num_processes: int) -> HostMemoryBudget:
+    """Measure the host memory that activations and optimizers of one device take together.
 
     Args:
+        device: of the tensors. "auto" is nothing for a CPU.
         hardware: says how much.
         num_processes: of this run on this machine.
     """
-
-    def __init__(self, hardware: HardwareProfile, num_processes: int) -> None:
-        self._hardware = hardware
-        self._num_processes = num_processes
-        self._host_budget = HostMemoryBudget(0)
-
-    def host_budget(self, device: torch.device) -> HostMemoryBudget:
-        """The one for all, measured for the first device that makes it more than nothing: "auto" is that for a CPU."""
-        if not self._host_budget.total_bytes:
-            nbytes = self._hardware.host_memory_nbytes
-            if nbytes is None:
-                available = host_available_bytes() or 0 if _is_discrete(device) else 0
-                nbytes = available // (_HOST_SHARE * self._num_processes)
-            self._host_budget = HostMemoryBudget(nbytes)
-        return self._host_budget
+    nbytes = hardware.host_memory_nbytes
+    if nbytes is None:
+        available = host_available_bytes() or 0 if _is_discrete(device) else 0
+        nbytes = available // (_HOST_SHARE * num_processes)
+    return HostMemoryBudget(nbytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +64,8 @@ class Environment:
     """Processes of this run on this machine."""
     local_rank: int
     """The number of this process among them."""
-    host_memory: HostMemory
+    host_budget: HostMemoryBudget
+    """The budget of host memory, which all devices share."""
     wrap_backend: Callable[[Backend], Backend] | None
 
     @property
@@ -92,11 +84,6 @@ class Environment:
         share = len(self.paths) / self.num_local_processes
         write, read = self.hardware.rates
         return Rates(share * (write or 0), share * (read or 0))
-
-    @property
-    def host_budget(self) -> HostMemoryBudget:
-        """The budget of host memory."""
-        return self.host_memory.host_budget(self.device)
 
     @property
     def is_discrete(self) -> bool:

@@ -299,8 +299,8 @@ class HardwareProfile:
     quarter of the available memory, shared by the machine's processes; on a CPU 0, because it would save nothing."""
 
     drive_endurance: Size | None = None
-    """Bytes that each drive is rated to be written over its life (its "TBW", for example "600TB"); ``None``: unknown,
-    so that no drive life is reported."""
+    """Bytes that each drive may still be written: its rating (its "TBW", for example "600TB"), less what it was written
+    before (``smartctl -a`` tells). ``None``: unknown, so that no drive life is reported."""
 
     write_rate: Size | None = None
     """Sustained write rate of each of ``paths`` in bytes per second (for example "3.5GB"), of unequal drives the

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd._assembly import NOTHING, Components, assemble, open_state_files, open_wear_meter
-from lightning_ssd._environment import Environment, HostMemory
+from lightning_ssd._environment import Environment, host_budget_for
 from lightning_ssd.activations.parameter_filter import device_of
 from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.common.accelerators import accelerator_of, has_streams, with_index
@@ -22,14 +22,15 @@ from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.exit_guard import close_at_exit
 from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.status_line import StatusLine
-from lightning_ssd.common.validation import expect, typed
+from lightning_ssd.common.validation import expect
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError, OffloaderClosedError
+from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.memory.readings import read_memory
 from lightning_ssd.optimizer.offloaded_optimizer import NO_OPTIMIZER, OffloadedOptimizer
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.recompute.block_discovery import compiled_modules, find_blocks
+from lightning_ssd.recompute.block_discovery import find_blocks
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.scheduling.plan_report import PlanReport
 from lightning_ssd.storage.backend import Backend
@@ -99,13 +100,11 @@ class Offloader:
         _wrap_backend: Callable[[Backend], Backend] | None = None,
         _copies: CopyEngine | None = None,
     ) -> None:
-        self.policy = typed(
-            "policy",
-            policy,
-            OffloadPolicy,
-            'OffloadPolicy(activations="offload"). In Hydra write lightning_ssd/offload=ssd',
-        )
-        self.hardware = typed("hardware", hardware, HardwareProfile, 'HardwareProfile(paths=["/my/ssd"])')
+        policy = OffloadPolicy() if policy is None else policy
+        hardware = HardwareProfile() if hardware is None else hardware
+        example = 'OffloadPolicy(activations="offload"). In Hydra write lightning_ssd/offload=ssd'
+        self.policy = expect("policy", policy, OffloadPolicy, example)
+        self.hardware = expect("hardware", hardware, HardwareProfile, 'HardwareProfile(paths=["/my/ssd"])')
         self._device = None if device is None else torch.device(device)
         self._default_directory = default_directory
         self._agree = agree
@@ -119,7 +118,7 @@ class Offloader:
         self._cache: TensorCache | None = None
         self._parts: Components = NOTHING
         self._wear: WearMeter | None = None
-        self._host_memory = HostMemory(self.hardware, self._num_local)
+        self._host_budget = HostMemoryBudget(0)
         self._num_drives = 1
         self._optimizers: list[OffloadedOptimizer] = []
         self._last_optimizer_stats: tuple[OptimizerStats, ...] = ()
@@ -162,7 +161,7 @@ class Offloader:
 
     def _open(self, stack: ExitStack, device: torch.device) -> None:
         device = with_index(device)
-        self._host_memory = HostMemory(self.hardware, self._num_local)
+        self._host_budget = HostMemoryBudget(0)
         environment = self._environment(device, self._copies)
         self._num_drives = len(environment.paths)
         self._parts = parts = assemble(stack, self.policy, environment)
@@ -187,6 +186,8 @@ class Offloader:
 
     def _environment(self, device: torch.device, copies: CopyEngine | None) -> Environment:
         accelerator = accelerator_of(device)
+        if not self._host_budget.total_bytes:  # until a device makes it more than nothing
+            self._host_budget = host_budget_for(device, self.hardware, self._num_local)
         if copies is None:
             copies = StreamCopies(accelerator) if accelerator is not None and has_streams(device) else HostCopies()
         return Environment(
@@ -199,7 +200,7 @@ class Offloader:
             is_sharded=self._is_sharded,
             num_local_processes=self._num_local,
             local_rank=self._local_rank,
-            host_memory=self._host_memory,
+            host_budget=self._host_budget,
             wrap_backend=self._wrap_backend,
         )
 
@@ -316,16 +317,11 @@ class Offloader:
                 watched = Blocks(new, full=is_full, may_recompute=classes is not None, is_agreed=is_agreed)
                 cache.blocks.append(resources.enter_context(watched))
             elif not blocks and self.policy.activations != "auto":
-                name, wish, compiled = type(module).__name__, self.policy.activations, compiled_modules(module)
-                if compiled:
-                    raise ConfigError(
-                        f"activations={wish!r} finds no blocks in {name} but compiled or scripted ones ({compiled}), "
-                        "which cannot be recomputed. Compile modules within each block instead, such as "
-                        "block.attention.compile(), or use activations='offload'"
-                    )
                 raise ConfigError(
-                    f"{name} has no repeated blocks, which activations={wish!r} would recompute; name their classes in "
-                    "OffloadPolicy.recompute_modules, or use 'offload'"
+                    f"{type(module).__name__} has no repeated blocks outside of compiled or scripted modules, which "
+                    f"activations={self.policy.activations!r} would recompute. Name the classes of its blocks in "
+                    "OffloadPolicy.recompute_modules, compile modules within each block instead (such as "
+                    "block.attention.compile()), or use activations='offload'"
                 )
         cache.parameters.register_module(module)
         self._parts.parameters.tell()
@@ -617,11 +613,7 @@ class Offloader:
         Args:
             step_s: duration of the last step in seconds, if the caller has measured it.
         """
-        while True:
-            before, now = self._sampled, self._moved()
-            if before is self._sampled:  # else a signal handler has drained meanwhile, and has reported these numbers
-                break
-        self._sampled = now
+        before, self._sampled = self._sampled, self._moved()
         scheduler, wear, host = self._parts.scheduler, self._wear, self._parts.tiers.host
         events = self._events.drain()
         recorder = self._recorder

@@ -20,7 +20,7 @@ IMPORTS = {
     "recompute": {"errors", "common"},
     "telemetry": {"common", "memory"},
     "storage": {"errors", "common", "memory"},
-    "wear": {"errors", "common", "storage"},
+    "wear": {"errors", "common"},
     "tiers": {"errors", "common", "planning", "memory", "telemetry", "storage"},
     "scheduling": {"errors", "common", "planning", "telemetry"},
     "parameters.files": {"errors", "common", "memory", "storage"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +21,6 @@ from lightning_ssd.memory.malloc import PAGES_VARIABLE
 from lightning_ssd.storage.directories import missing_parts
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.filesystem import check_directory, inspect_directory
-from lightning_ssd.wear.smart import read_health
 
 __all__ = ["diagnose", "doctor"]
 
@@ -84,7 +82,7 @@ def _report_on(path: Path, problems: list[str]) -> dict[str, Any] | None:
         problems.append(str(error))
         if not looked_at.is_dir():
             return None
-    facts, health = inspect_directory(looked_at), read_health(looked_at)
+    facts = inspect_directory(looked_at)
     kinds = {facts.is_memory: "memory", facts.is_network: "network", facts.file_system == "overlay": "overlay"}
     return {
         "path": os.fspath(path),
@@ -95,8 +93,6 @@ def _report_on(path: Path, problems: list[str]) -> dict[str, Any] | None:
         "is_rotational": facts.is_rotational,
         "free_bytes": facts.free_bytes,
         "total_bytes": facts.total_bytes,
-        "drives": [asdict(drive) for drive in health.drives],
-        "endurance_unknown": health.reason,
     }
 
 
@@ -196,14 +192,6 @@ def _directory_lines(report: dict[str, Any]) -> list[str]:
     if report["looked_at"] != report["path"]:
         lines.append(f"is missing; training would make it in {escape_control(report['looked_at'])}")
     free, total = format_sizes(report["free_bytes"], report["total_bytes"])
-    lines.append(f"{report['file_system']} on {escape_control(report['device'])}, {free} of {total} free")
-    for drive in report["drives"]:
-        written = drive["written_bytes"]
-        text = "" if written is None else f"{format_sizes(written, decimal=True)[0]} written so far, "
-        lines.append(f"drive {drive['name']}: {text}{drive['percentage_used']} % of its life used")
-    if report["endurance_unknown"] and not report["drives"]:
-        kind = "the kernel calls it a rotating disk" if report["is_rotational"] else "virtual, or no NVMe drive"
-        lines.append(f"kind of drive and its used life unknown ({kind}; {report['endurance_unknown']})")
-    elif report["endurance_unknown"]:
-        lines.append(f"used life unknown: {report['endurance_unknown']}")
+    disk = ", by the kernel a rotating disk" if report["is_rotational"] else ""
+    lines.append(f"{report['file_system']} on {escape_control(report['device'])}{disk}, {free} of {total} free")
     return lines

@@ -49,7 +49,7 @@ from lightning_ssd.planning.what_fits import Choice, Fit, ModelSize, choose, fit
 from lightning_ssd.scheduling.memory_limits import MIN_RELIEF
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.tiers.bandwidth_meter import measure_rates
-from lightning_ssd.wear.endurance import Drive, life_days
+from lightning_ssd.wear.endurance import DAY_S, life_days
 
 __all__ = ["plan"]
 
@@ -322,8 +322,7 @@ def _life(task: _Task, written_bytes: float, step_s: float) -> float | None:
     machine, rating = task.described.machine, task.described.hardware.drive_endurance_nbytes
     if rating is None:
         return None
-    drive = Drive(rating, share=1 / machine.num_drives)
-    return life_days([drive], int(written_bytes * machine.num_devices), step_s)
+    return life_days(rating, written_bytes * machine.num_devices / machine.num_drives / step_s * DAY_S)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------

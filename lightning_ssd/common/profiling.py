@@ -1,8 +1,8 @@
 """Name the phases of the package in a profiler's trace.
 
-In PyTorch's profiler the names are ``record_function`` ranges, on any device; workers show with
-``experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)``. On CUDA they are NVTX ranges,
-for Nsight Systems (``nsys profile --trace=cuda,nvtx,osrt``), while PyTorch's profiler is off.
+The names are ``record_function`` ranges of PyTorch's profiler, on any device; workers show with
+``experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)``. For Nsight Systems
+``torch.autograd.profiler.emit_nvtx()`` makes NVTX ranges of those of the training thread.
 
 | range | thread | what happens |
 |---|---|---|
@@ -34,35 +34,13 @@ __all__ = ["span", "spanned"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# PyTorch leaves some of its functions without types.
-_CUDA: Any = torch.cuda
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_HAS_NVTX = torch.version.cuda is not None or torch.version.hip is not None
-"""Whether NVTX can be called: builds of PyTorch for other devices raise."""
-
-
-class _NvtxRange:
-    """One range of the calling thread."""
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        _CUDA.nvtx.range_push(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        _CUDA.nvtx.range_pop()
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Return a context for one phase. Without a profiler and CUDA it is always the same context, which does nothing."""
-    if profiler._is_profiler_enabled:  # by any thread; a function call that asks for this one costs more
-        return torch.profiler.record_function(name)
-    if _HAS_NVTX and _CUDA.is_initialized():  # this call initialises nothing
-        return _NvtxRange(name)
-    return _NOTHING
+    """Return a context for one phase. Without a profiler it is always the same context, which does nothing."""
+    # By any thread; a function call that asks for this one costs more.
+    return torch.profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
 
 
 def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -71,10 +49,7 @@ def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def within_span(*args: P.args, **kwargs: P.kwargs) -> R:
-            range_ = span(name)
-            if range_ is _NOTHING:
-                return function(*args, **kwargs)
-            with range_:
+            with span(name):
                 return function(*args, **kwargs)
 
         return within_span

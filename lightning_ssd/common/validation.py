@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["Size", "expect", "parse_size", "refuse_misread", "typed"]
+__all__ = ["Size", "expect", "parse_size", "refuse_misread"]
 
 _T = TypeVar("_T")
 
@@ -51,15 +51,6 @@ def parse_size(value: Size, *, name: str = "size") -> int:
         raise ConfigError(f"{name}={value!r} is not finite. Write {valid}")
     nbytes: int = round(exact)
     return nbytes
-
-
-def typed(name: str, value: _T | None, cls: type[_T], example: str) -> _T:
-    """Return the value that the user gave; for ``None``, a default instance of ``cls``.
-
-    Raises:
-        ConfigError: the value is of another type.
-    """
-    return cls() if value is None else expect(name, value, cls, example)
 
 
 def expect(name: str, value: object, cls: type[_T], example: str) -> _T:

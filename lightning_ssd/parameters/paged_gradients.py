@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.tensors import Region, TensorSpec, holders
 from lightning_ssd.errors import StorageError
-from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
@@ -47,7 +46,6 @@ class PagedGradients:
         files: where they wait.
         min_nbytes: smaller ones stay.
         waits: whether that of a parameter may wait, asked when its module is registered; ``None``: all may.
-        freed: told, before any waits, how much will.
     """
 
     def __init__(
@@ -56,11 +54,9 @@ class PagedGradients:
         *,
         min_nbytes: int,
         waits: Callable[[torch.Tensor], bool] | None = None,
-        freed: FreedMemory | None = None,
     ) -> None:
         self._files = files
         self._waits = waits
-        self._freed = freed
         self._min_nbytes = max(min_nbytes, 1)
         self._hooks: dict[int, ParameterHooks] = {}
         """By the number of the parameter."""
@@ -89,8 +85,6 @@ class PagedGradients:
         for parameter in module.parameters():
             if id(parameter) not in waiting and id(parameter) in self._hooks:
                 self._let_stay(id(parameter))
-        if self._freed is not None:
-            self._freed.expect(self._files.used_bytes + nbytes + self._to_come_bytes(waiting))
         known = {id(hooks.parameter) for hooks in self._hooks.values()}
         told = [reduction.module for reduction in self._reductions]
         new = [p for p in whole if id(p) not in known]
@@ -111,11 +105,6 @@ class PagedGradients:
                 "each backward changes %s of gradients, which the system writes to the drive where memory is short",
                 format_sizes(nbytes)[0],
             )
-
-    def _to_come_bytes(self, counted: Collection[int]) -> int:
-        """Gradients of other modules that wait from the first backward on, without parameters that are counted."""
-        hooks = [self._hooks[key] for key in self._hooks if key not in counted and key not in self._memory]
-        return sum(parameter.nbytes for one in hooks if (parameter := one.parameter) is not None)
 
     def _let_stay(self, key: int) -> None:
         """The next gradients of a parameter stay: its weight has come back to stay, or it is trained no more."""

@@ -41,7 +41,6 @@ class MachineProfile:
     drive_write_gb_per_s: float | None = None
     """Rate of each drive, for long sequential writes."""
     drive_read_gb_per_s: float | None = None
-    drive_capacity_tb: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

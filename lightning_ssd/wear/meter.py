@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from lightning_ssd.common.collectives import AllReduceMin
-from lightning_ssd.common.formatting import format_sizes
+from lightning_ssd.common.formatting import escape_control, format_sizes
 from lightning_ssd.errors import BudgetError
-from lightning_ssd.wear.endurance import DAY_S, Drive, life_days, used_bytes, wear_warning
-from lightning_ssd.wear.smart import capacity_bytes, read_health
+from lightning_ssd.wear.endurance import DAY_S, life_days, wear_warning
 
 __all__ = ["ACTIVATIONS", "WearMeter", "Written"]
-
-_log = logging.getLogger(__name__)
 
 ACTIVATIONS = "activations"
 """The writer that plans limit."""
@@ -33,12 +29,27 @@ Written = Callable[[], Sequence[int]]
 """Returns the bytes that were written so far in each directory."""
 
 
+class _Drive(NamedTuple):
+    """One file system that the run writes to."""
+
+    place: str
+    """Its first directory, for messages."""
+    capacity_bytes: int
+    """Size; some network file systems tell 0."""
+    numbers: list[int]
+    """Numbers of the directories on it."""
+
+    def written(self, written: Mapping[str, Sequence[int]]) -> int:
+        """Return the bytes of all writers on this drive."""
+        return sum(counts[number] for counts in written.values() for number in self.numbers)
+
+
 class WearMeter:
     """One account per drive: which bytes are written, by whom, from the first :meth:`border` on.
 
     Args:
         directories: existing directories, one per drive.
-        rating_bytes: rating of each drive; ``None``: unknown, the used life of the drives is then not read.
+        endurance_bytes: bytes that each drive may still be written; ``None``: unknown.
         num_processes: processes that write to these drives, each about as much as this one.
         wear_budget: returns the bytes per day that all processes may write, given the capacity of all drives.
         agree: has all processes of the run refuse the budget together; ``None``: there is one process.
@@ -47,25 +58,29 @@ class WearMeter:
     def __init__(
         self,
         directories: Sequence[Path],
-        rating_bytes: int | None,
+        endurance_bytes: int | None,
         *,
         num_processes: int = 1,
         wear_budget: Callable[[int], int | None] = lambda capacity: None,
         agree: AllReduceMin | None = None,
     ) -> None:
-        devices = {os.stat(directory).st_dev: directory for directory in directories}
-        capacity = sum(capacity_bytes(directory) for directory in devices.values())
-        budget = wear_budget(capacity)
+        drives: dict[int, _Drive] = {}
+        for number, directory in enumerate(directories):
+            space = os.statvfs(directory)
+            new = _Drive(escape_control(directory), space.f_blocks * space.f_frsize, [])
+            drives.setdefault(os.stat(directory).st_dev, new).numbers.append(number)
+        self._drives = tuple(drives.values())
+        budget = wear_budget(sum(drive.capacity_bytes for drive in self._drives))
         self.bytes_per_day = None if budget is None else budget // num_processes
         """Bytes per day that this process may write by ``wear_budget``; ``None``: no limit."""
         self._num_processes = num_processes
         self._num_directories = len(directories)
-        self._drives = () if rating_bytes is None else _drives_of(directories, rating_bytes)
+        self._endurance_bytes = endurance_bytes
         self._writers: list[tuple[str, Written]] = []
         self._begin_s: float | None = None
         self._begin: Mapping[str, Sequence[int]] = {}
         self._num_borders = 0
-        self._warned = rating_bytes is None
+        self._warned = False
         self._agree = agree
         # Bytes per second of writers besides activations in the last two windows. What is written once is in one alone.
         self._windows: deque[float] = deque(maxlen=2)
@@ -82,14 +97,13 @@ class WearMeter:
         Drives that are not rated, or not written to, are left out.
         """
         elapsed_s, written = self._since_begin()
-        if elapsed_s <= 0:
+        if elapsed_s <= 0 or self._endurance_bytes is None:
             return {}
-        total, drives = _total(written), self._shared_out(written)
         found: dict[int, float] = {}
-        for drive, (_, parts) in zip(drives, self._drives, strict=True):
-            days = life_days([drive], total, elapsed_s)
-            if days is not None and math.isfinite(days):
-                found |= {number: min(days, found.get(number, days)) for number in parts}
+        for drive in self._drives:
+            days = life_days(self._endurance_bytes, drive.written(written) / elapsed_s * DAY_S)
+            if math.isfinite(days):
+                found |= dict.fromkeys(drive.numbers, days)
         return found
 
     def border(self) -> str | None:
@@ -104,12 +118,14 @@ class WearMeter:
         self._num_borders += 1
         if self.bytes_per_day is not None and self._ends_window():
             self._hold_to_budget(self.bytes_per_day)
-        if self._warned or self._num_borders < _MIN_BORDERS:
+        if self._warned or self._endurance_bytes is None or self._num_borders < _MIN_BORDERS:
             return None
         elapsed_s, written = self._since_begin()
         if elapsed_s < _MIN_SECONDS:
             return None
-        warning = wear_warning(self._shared_out(written), _total(written), elapsed_s)
+        worst = max(self._drives, key=lambda drive: drive.written(written))
+        daily_bytes = worst.written(written) / elapsed_s * DAY_S
+        warning = wear_warning(worst.place, self._endurance_bytes, daily_bytes, worst.capacity_bytes)
         self._warned = warning is not None
         return None if warning is None else f"{warning}. Written by: {_parts_of(written)}"
 
@@ -163,13 +179,6 @@ class WearMeter:
             found[who] = [(a - b) * self._num_processes for a, b in zip(written, before, strict=True)]
         return time.perf_counter() - self._begin_s, found
 
-    def _shared_out(self, written: Mapping[str, Sequence[int]]) -> list[Drive]:
-        """Return the drives, each with its share of what was written."""
-        in_each = [sum(counts) for counts in zip(*written.values(), strict=True)] or [0] * self._num_directories
-        total = max(sum(in_each), 1)
-        shares = [sum(in_each[number] * part for number, part in parts.items()) / total for _, parts in self._drives]
-        return [replace(drive, share=min(share, 1.0)) for (drive, _), share in zip(self._drives, shares, strict=True)]
-
 
 def _total(written: Mapping[str, Sequence[int]]) -> int:
     return sum(map(sum, written.values()))
@@ -179,23 +188,3 @@ def _parts_of(written: Mapping[str, Sequence[int]]) -> str:
     """Return who has written which part."""
     total = max(_total(written), 1)
     return ", ".join(f"{who} ({sum(counts) / total:.0%})" for who, counts in written.items() if sum(counts))
-
-
-def _drives_of(directories: Sequence[Path], rating_bytes: int) -> tuple[tuple[Drive, dict[int, float]], ...]:
-    """Return each drive below the directories once, with the part of each directory's bytes that it gets.
-
-    Its share of all is not known yet. A drive whose wear is unknown counts as new.
-    """
-    drives: dict[str, tuple[Drive, dict[int, float]]] = {}
-    for number, directory in enumerate(directories):
-        report = read_health(directory)
-        size = capacity_bytes(directory) or None  # some network file systems tell 0
-        for health in report.drives:
-            used = used_bytes(rating_bytes, written_bytes=health.written_bytes, percentage_used=health.percentage_used)
-            drive = Drive(rating_bytes, used_bytes=used, capacity_bytes=size, name=health.name)
-            drives.setdefault(health.name, (drive, {}))[1][number] = health.share
-        if report.reason is not None:
-            _log.info("the used life of a drive below %s is unknown: %s", directory, report.reason)
-            silent = f"number {os.stat(directory).st_dev}"
-            drives.setdefault(silent, (Drive(rating_bytes, capacity_bytes=size, name=silent), {}))[1][number] = 1.0
-    return tuple(drives.values())

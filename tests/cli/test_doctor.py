@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ssd.cli import doctor as doctor_module
 from lightning_ssd.cli import machine
 from lightning_ssd.errors import BackendUnavailableError
-from lightning_ssd.wear.smart import DriveHealth, HealthReport
 from tests.support.commands import command, said
 
 DEV_SHM = Path("/dev/shm")
@@ -45,7 +43,6 @@ def test_json_has_all_that_is_asked_for(spill_dir):
     assert directory["path"] == str(spill_dir)
     assert directory["kind"] in ("local", "overlay")
     assert 0 < directory["free_bytes"] <= directory["total_bytes"]
-    assert directory["drives"] or directory["endurance_unknown"]
     assert facts["backend"]["asked"] == "auto"
     assert facts["backend"]["chosen"] in ("posix O_DIRECT", "posix page cache", "kvikio GDS")
     assert facts["problems"] == []
@@ -75,14 +72,6 @@ def test_a_missing_directory_may_be_a_drive_that_is_not_mounted(spill_dir):
     )
     assert note in missing["notes"]
     assert not [note for note in found["notes"] if "mounted" in note]
-
-
-def test_what_a_drive_tells_of_its_life_is_shown(spill_dir, monkeypatch):
-    worn = DriveHealth(name="nvme0n1", written_bytes=2 * 10**12, percentage_used=3)
-    monkeypatch.setattr(doctor_module, "read_health", lambda directory: HealthReport((worn,), None))
-    done = run(spill_dir)
-    assert done.exit_code == 0, done.output
-    assert "drive nvme0n1: 2.00 TB written so far, 3 % of its life used" in done.stdout
 
 
 def test_two_directories_of_one_file_system_are_told_of(spill_dir):

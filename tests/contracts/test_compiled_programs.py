@@ -60,6 +60,12 @@ def test_a_function_that_the_optimizer_compiles(compiled, tmp_path):
     compare(CompiledProgram(compiled, optimizer="Compiling"), "states", tmp_path)
 
 
+def test_blocks_that_are_compiled_before_are_refused_where_all_is_recomputed(tmp_path):
+    program = CompiledProgram("block.compile()", "before registering")
+    with pytest.raises(ConfigError, match=r"outside of compiled or scripted modules.*activations='offload'"):
+        program.run(MODES["recompute"], tmp_path)
+
+
 @pytest.mark.parametrize("has_activations", [False, True])
 def test_a_compiled_step_is_refused_where_states_are_offloaded(has_activations, tmp_path):
     """As PyTorch's tutorial compiles an optimizer. Compiled for some of the parameters at a time, it has other bits."""

@@ -2,15 +2,13 @@
 
 import os
 from contextlib import nullcontext
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_ssd.errors import BudgetError
 from lightning_ssd.wear import meter as meter_module
-from lightning_ssd.wear.endurance import Drive
 from lightning_ssd.wear.meter import ACTIVATIONS, WearMeter
-from lightning_ssd.wear.smart import DriveHealth, HealthReport
 from tests.support.stopped_clocks import stopped_clock
 
 DAY_S = 86_400
@@ -30,17 +28,12 @@ def directories(tmp_path):
     return first, second
 
 
-def health(name="nvme0n1", *, written=None, used=0, share=1.0):
-    return DriveHealth(name=name, written_bytes=written, percentage_used=used, share=share)
-
-
-def tells(monkeypatch, **reports):
-    """What the drive below each directory tells."""
-    monkeypatch.setattr(meter_module, "read_health", lambda directory: reports[Path(directory).name])
-    monkeypatch.setattr(meter_module, "capacity_bytes", lambda directory: TB)
-
-
-SILENT = HealthReport((), "no rights")
+def lie(monkeypatch, *numbers, capacity=TB):
+    """Have each directory, in the order in which it is asked for, lie on the file system of that number."""
+    devices = iter(numbers)
+    space = SimpleNamespace(f_blocks=capacity // 4096, f_frsize=4096)
+    fake = SimpleNamespace(stat=lambda _: SimpleNamespace(st_dev=next(devices)), statvfs=lambda _: space)
+    monkeypatch.setattr(meter_module, "os", fake)
 
 
 class Account:
@@ -62,12 +55,6 @@ class Account:
         return self.meter.life_days()
 
 
-def shares(account, *written):
-    """Of each drive in all that was written."""
-    account.activations = list(written)
-    return {drive.name: drive.share for drive in account.meter._shared_out(account.meter._written())}
-
-
 def lives(meter, wait, *per_day):
     account = Account(meter, len(per_day))
     meter.border()
@@ -78,11 +65,7 @@ def lives(meter, wait, *per_day):
 # -- drives -----------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_rating_the_drives_are_not_asked(monkeypatch, tmp_path, wait):
-    def refuse(directory):
-        raise AssertionError("nobody wants to know")
-
-    monkeypatch.setattr(meter_module, "read_health", refuse)
+def test_without_a_rating_no_life_is_told(tmp_path, wait):
     meter = WearMeter([tmp_path], None)
     assert lives(meter, wait, 10**18) == {}
     for _ in range(20):
@@ -90,71 +73,43 @@ def test_without_a_rating_the_drives_are_not_asked(monkeypatch, tmp_path, wait):
         assert meter.border() is None
 
 
-def test_two_directories_on_one_drive_are_one_drive(monkeypatch, directories, wait):
-    report = HealthReport((health(used=25),), None)
-    tells(monkeypatch, first=report, second=report)
+def test_two_directories_on_one_file_system_are_one_drive(directories, wait):
+    space = os.statvfs(directories[0])
     meter = WearMeter(directories, 400 * TB, wear_budget=lambda capacity: capacity)
-    ((drive, parts),) = meter._drives
-    assert drive == Drive(400 * TB, used_bytes=100 * TB, capacity_bytes=TB, name="nvme0n1")
-    assert parts == {0: 1.0, 1: 1.0}
-    assert meter.bytes_per_day == TB, "one file system counts once"
-    assert lives(meter, wait, TB // 2, 3 * TB // 2) == {0: pytest.approx(150), 1: pytest.approx(150)}
+    assert meter.bytes_per_day == space.f_blocks * space.f_frsize, "it counts once"
+    assert lives(meter, wait, TB // 2, 3 * TB // 2) == {0: pytest.approx(200), 1: pytest.approx(200)}
 
 
 def test_each_drive_wears_by_what_is_written_to_it(monkeypatch, directories, wait):
-    first = HealthReport((health("nvme0n1", used=50),), None)
-    second = HealthReport((health("nvme1n1", written=300 * TB),), None)
-    tells(monkeypatch, first=first, second=second)
-    meter = WearMeter(directories, 400 * TB)
+    lie(monkeypatch, 1, 2)
+    meter = WearMeter(directories, 400 * TB, wear_budget=lambda capacity: capacity)
+    assert meter.bytes_per_day == 2 * (TB // 4096 * 4096)
     account = Account(meter, 2)
     account.states = [5 * TB, 5 * TB]
     meter.border()
     wait(DAY_S)
     account.states = [5 * TB + TB, 5 * TB]
-    assert account.life(3 * TB, TB) == {0: pytest.approx(200 / 4), 1: pytest.approx(100)}
+    assert account.life(3 * TB, TB) == {0: pytest.approx(100), 1: pytest.approx(400)}
     account.states = [5 * TB, 5 * TB]
-    assert account.life(0, TB) == {1: pytest.approx(100)}, "one is not written to"
+    assert account.life(0, TB) == {1: pytest.approx(400)}, "one is not written to"
+    for _ in range(7):  # one has been
+        warning = account.border(0, 4 * TB)
+    assert str(warning).startswith(f"the drive of {directories[1]} reaches its rated 400.0 TB after 100.0 days")
 
 
-def test_drives_that_do_not_tell_count_as_new(monkeypatch, directories, wait):
-    tells(monkeypatch, first=SILENT, second=SILENT)
-    meter = WearMeter(directories, 400 * TB)
-    ((drive, parts),) = meter._drives
-    assert (parts, drive.used_bytes) == ({0: 1.0, 1: 1.0}, 0), "both directories lie on one file system"
-    assert drive.name == f"number {os.stat(directories[0]).st_dev}"
-    assert lives(meter, wait, TB, TB) == {0: pytest.approx(200), 1: pytest.approx(200)}
-    tells(monkeypatch, first=HealthReport((health(),), None), second=SILENT)
-    monkeypatch.setattr(meter_module, "capacity_bytes", lambda directory: 0)
-    meter = WearMeter(directories, TB, wear_budget=lambda capacity: capacity)
-    assert [parts for _, parts in meter._drives] == [{0: 1.0}, {1: 1.0}], "one tells and one does not"
-    assert [drive.capacity_bytes for drive, _ in meter._drives] == [None, None]
-    assert meter.bytes_per_day == 0, "a file system that tells no size is no error"
-
-
-def test_members_of_an_array_have_their_part_of_their_directory(monkeypatch, directories):
-    striped = HealthReport((health("nvme0n1", share=0.5), health("nvme1n1", share=0.5)), None)
-    tells(monkeypatch, first=striped, second=HealthReport((health("nvme1n1"),), None))
-    account = Account(WearMeter(directories, TB), 2)
-    assert shares(account, 2 * TB, 2 * TB) == {"nvme0n1": 0.25, "nvme1n1": 0.75}
-    assert shares(account, 2 * TB, 0) == {"nvme0n1": 0.5, "nvme1n1": 0.5}
-
-
-def test_a_real_directory_can_be_asked(tmp_path, wait):
-    space = os.statvfs(tmp_path)
-    meter = WearMeter([tmp_path], 1000 * TB, wear_budget=lambda capacity: capacity)
-    assert meter.bytes_per_day == space.f_blocks * space.f_frsize
-    assert meter._drives
-    (days,) = lives(meter, wait, TB).values()
-    assert 0 <= days <= 1000
+def test_a_file_system_that_tells_no_size_is_no_error(monkeypatch, tmp_path, wait):
+    lie(monkeypatch, 1, capacity=0)
+    account = Account(WearMeter([tmp_path], TB, wear_budget=lambda capacity: capacity or None))
+    assert account.meter.bytes_per_day is None
+    assert any(borders(account, wait, num=9, every_s=60, nbytes=FAST))
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def account(monkeypatch, tmp_path):
+def account(tmp_path):
     def make(rating_bytes=100 * TB, *, num_processes=1, budget=None):
-        tells(monkeypatch, **{tmp_path.name: HealthReport((health(),), None)})
         return Account(
             WearMeter([tmp_path], rating_bytes, num_processes=num_processes, wear_budget=lambda capacity: budget)
         )
@@ -205,7 +160,7 @@ def test_a_run_that_gets_worse_is_warned_of_later(account, wait):
     one.states = [10 * TB]
     warning = one.border(40 * TB)
     assert warning is not None
-    assert warning.startswith("drive nvme0n1 reaches its rated 100.0 TB after ")
+    assert warning.startswith("the drive of /")
     assert "OffloadPolicy.wear_budget" in warning
     assert warning.endswith("Written by: activations (80%), optimizer states (20%)")
     assert one.border(60 * TB) is None
