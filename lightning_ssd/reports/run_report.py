@@ -17,7 +17,7 @@ from lightning_ssd.telemetry.step_record import StepRecord
 __all__ = ["JSON_NAME", "RunReport", "load_report"]
 
 JSON_NAME = "report.json"
-_FORMAT = 1
+_FORMAT = 2
 _GIB = 1 << 30
 
 
@@ -60,9 +60,7 @@ class RunReport:
 
     def to_json(self) -> str:
         """The file's text."""
-        content = asdict(self)
-        content["records"] = [record.to_json() for record in self.records]
-        return json.dumps(_finite({"format": _FORMAT, **content}), default=os.fspath, allow_nan=False)
+        return json.dumps(_finite({"format": _FORMAT, **asdict(self)}), default=os.fspath, allow_nan=False)
 
     @property
     def peak_bytes(self) -> float | None:
@@ -124,8 +122,6 @@ def load_report(run: str | os.PathLike[str]) -> RunReport:
         if content.pop("format") != _FORMAT:
             raise ValueError("it is of another version")
         content["records"] = [StepRecord.from_json(record) for record in content["records"]]
-        # Reports of 27 November 2026 and before have the drives' rates apart.
-        content["machine"] = {**content.pop("rates", {}), **content.get("machine", {})}
         unknown = set(content) - {one.name for one in fields(RunReport)}
         if unknown:
             raise ValueError(f"it has {', '.join(sorted(unknown))}")
