@@ -19,11 +19,10 @@ Source of the idea: TERAIO's simulator (arXiv 2506.06472, section on the perform
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Sequence
 
-from lightning_ssd.planning.lifetimes import EventKind, Lifetimes
+from lightning_ssd.planning.lifetimes import PACK, RELEASE, UNPACK, Lifetimes
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, Prediction, TierRates
 
@@ -56,21 +55,14 @@ def predict(
     return Replay(lives, placements, machine, limit_bytes, ahead_bytes).play()
 
 
-class _State(enum.IntEnum):
-    """Where the bytes of one storage are. READY stays; the others lead from top to bottom."""
-
-    ABSENT = 0  # not packed yet
-    READY = 1  # in memory, and stays there
-    LEAVING = 2  # in memory; its write is queued or under way
-    WRITTEN = 3  # in memory because its last use is not over; its write has ended
-    OUT = 4  # in the tier alone
-    AHEAD = 5  # brought up, or held back, before it was asked for
-    FREED = 6
-
-
-# Plain integers are compared faster than enum members, a million times.
-_ABSENT, _READY, _LEAVING, _WRITTEN, _OUT, _AHEAD, _FREED = (int(s) for s in _State)
-_FREE, _RELEASE, _PACK, _UNPACK, _LATE_FREE = (int(k) for k in EventKind)
+# Where the bytes of one storage are. Plain integers are compared a million times.
+_ABSENT = 0  # not packed yet
+_READY = 1  # in memory, and stays there; the following lead from top to bottom
+_LEAVING = 2  # in memory; its write is queued or under way
+_WRITTEN = 3  # in memory because its last use is not over; its write has ended
+_OUT = 4  # in the tier alone
+_AHEAD = 5  # brought up, or held back, before it was asked for
+_FREED = 6
 
 
 class _Lane:
@@ -124,7 +116,7 @@ class Replay:
             for lane in lanes:
                 if lane.queue:
                     self._settle(lane, now)
-            if kind == _PACK:
+            if kind == PACK:
                 if limit is not None and self.resident + sizes[index] > limit:
                     now = self._wait_for_room(index, now)
                 self._occupy(index, now)
@@ -132,9 +124,9 @@ class Replay:
                 if lane_of[index] is not None:
                     state[index] = _LEAVING
                     lane_of[index].queue.append((index, now))  # type: ignore[union-attr]
-            elif kind == _UNPACK:
+            elif kind == UNPACK:
                 self._unpack(index, now)
-            elif kind == _RELEASE:
+            elif kind == RELEASE:
                 self.released[index] = True
                 if state[index] == _WRITTEN:
                     self._leave(index, now, _OUT)
