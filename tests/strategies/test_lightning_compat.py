@@ -138,7 +138,7 @@ def test_a_compiled_module_notes_its_compilation():
 
 
 def test_lightning_notes_whether_it_runs_at_a_prompt():
-    assert compat.is_interactive() is imports._IS_INTERACTIVE
+    assert compat.is_interactive is imports._IS_INTERACTIVE
     assert '_IS_INTERACTIVE = hasattr(sys, "ps1") or bool(sys.flags.interactive)' in source(imports)
 
 
