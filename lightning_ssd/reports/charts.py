@@ -115,7 +115,7 @@ def memory_over_step(record: StepRecord) -> Chart:
     ]
     return Chart(
         key="memory_over_step",
-        title=f"{_MEMORY}, above {_size(base)} that the process holds anyway" if base else _MEMORY,
+        title=f"{_MEMORY}, above {format_sizes(base)[0]} that the process holds anyway" if base else _MEMORY,
         x_title=_SECONDS,
         y_title=unit,
         series=(
@@ -151,25 +151,25 @@ def transfers(record: StepRecord) -> Chart:
     )
 
 
-def over_run(rows: Sequence[Mapping[str, float]], keys: Iterable[tuple[str, str, Role]], *, title: str) -> Chart:
-    """Metrics over the steps of a run.
+def over_run(rows: Sequence[Mapping[str, float]]) -> Chart:
+    """Draw peaks over the steps of a run.
 
     Args:
-        rows: with ``step`` and keys of the metrics' table, in GiB.
-        keys: of metrics, their names, and their roles.
-        title: of the picture.
+        rows: with ``step`` and keys of the metrics' table.
     """
-    found: list[tuple[str, Role, tuple[float, ...], tuple[float, ...]]] = []
-    for key, name, role in keys:
-        known = [(row["step"], row[key] * _GIB) for row in rows if key in row]
-        if known:
-            x, y = zip(*known, strict=True)
-            found.append((name, role, x, y))
-    size, unit = _unit(max((max(y) for _, _, _, y in found), default=0))
-    series = tuple(
-        Series(name=name, role=role, x=x, y=tuple(value / size for value in y)) for name, role, x, y in found
+    keys: tuple[tuple[str, str, Role], ...] = (
+        ("memory/activations_resident_peak_gib", "saved activations in memory", "activations"),
+        ("memory/activations_saved_peak_gib", "with all of them kept", "keep"),
+        ("memory/device_peak_gib", "device", "measure"),
     )
-    return Chart(key="over_run", title=title, x_title="optimizer step", y_title=unit, series=series)
+    size, unit = _unit(_GIB * max((row[key] for row in rows for key, _, _ in keys if key in row), default=0))
+    series = [
+        Series(name=name, role=role, x=tuple(x for x, _ in known), y=tuple(_GIB * y / size for _, y in known))
+        for key, name, role in keys
+        if (known := [(row["step"], row[key]) for row in rows if key in row])
+    ]
+    title, x_title = "Peaks over the run", "optimizer step"
+    return Chart(key="over_run", title=title, x_title=x_title, y_title=unit, series=tuple(series))
 
 
 def overhead_over_run(rows: Sequence[Mapping[str, float]]) -> Chart:
@@ -246,7 +246,3 @@ def _bands(record: StepRecord) -> tuple[tuple[str, float, float], ...]:
 
 def _unit(nbytes: float) -> tuple[int, str]:
     return next((size, name) for size, name in _UNITS if nbytes >= size or size == 1)
-
-
-def _size(nbytes: int) -> str:
-    return format_sizes(nbytes)[0]

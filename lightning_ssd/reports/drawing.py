@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["BAR_NAMES", "COLORS", "draw", "draw_svg", "save_png"]
+__all__ = ["COLORS", "draw", "draw_svg", "save_png"]
 
 COLORS: dict[Role, str] = {
     "weights": "#888888",
@@ -31,12 +31,6 @@ COLORS: dict[Role, str] = {
 Source: M. Okabe and K. Ito, Color Universal Design (2008)."""
 _PHASES = {"forward": "#0072b2", "backward": "#e69f00", "update": "#009e73"}
 """Colours of the bands behind; a phase without one is blank."""
-BAR_NAMES: dict[Role, str] = {
-    "write": "write",
-    "read": "read",
-    "wait": "training waits",
-}
-"""Names of intervals, in legends."""
 _WIDTH, _HEIGHT, _LANE, _DPI = 8.0, 3.6, 0.16, 110
 
 
@@ -113,12 +107,7 @@ def _add_bars(axes: Axes, chart: Chart) -> None:
     if not chart.lanes:
         return
     height = {lane: len(chart.lanes) - 1 - number for number, lane in enumerate(chart.lanes)}
-    unnamed = {bar.role for bar in chart.bars}
     for bar in chart.bars:
-        # The first bar of each role is in the legend: an empty one, drawn for that alone, loses its colour there.
-        label = BAR_NAMES[bar.role] if bar.role in unnamed else None
-        unnamed.discard(bar.role)
-        place = (height[bar.lane] - 0.4, 0.8)
-        axes.broken_barh([(bar.begin, bar.end - bar.begin)], place, color=COLORS[bar.role], label=label)
+        axes.broken_barh([(bar.begin, bar.end - bar.begin)], (height[bar.lane] - 0.4, 0.8), color=COLORS[bar.role])
     axes.set_yticks([height[lane] for lane in chart.lanes], chart.lanes)
     axes.set_ylim(-0.6, len(chart.lanes) - 0.4)

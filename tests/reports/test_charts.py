@@ -84,9 +84,10 @@ CHARTS = [
     *step_charts(made_record()),
     transfers(made_record(moves=(), waits=(Wait(0.1, 0.2),))),
     over_run(
-        [{"step": 1.0, "a": 1.0}, {"step": 2.0, "a": 2.0, "b": 1.0}],
-        [("a", "A", "keep"), ("b", "B", "activations")],
-        title="t",
+        [
+            {"step": 1.0, "memory/device_peak_gib": 1.0},
+            {"step": 2.0, "memory/device_peak_gib": 2.0, "memory/activations_saved_peak_gib": 1.0},
+        ]
     ),
     overhead_over_run([COSTLY, COSTLY | {"step": 4.0}]),
 ]
