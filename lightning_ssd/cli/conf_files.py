@@ -82,7 +82,7 @@ def model_builder(name: str, sequence: int) -> Callable[[], nn.Module]:
     data: Any = OmegaConf.load(_folder("data") / "text.yaml")
     data.sequence_length = sequence
     config: Any = OmegaConf.create({"model": OmegaConf.load(path), "data": data, "seed": 0})
-    checkout = str(path.parents[2])
+    checkout = str(_folder("model").parents[1])
     if checkout not in sys.path:
         sys.path.insert(0, checkout)  # here are the classes that options name
 

@@ -51,8 +51,10 @@ def _shape(value: Any, depth: int) -> Hashable:
     if depth > 0:
         if isinstance(value, Mapping):
             # Keys that are no text count by type, because numbers and tensors may differ in each batch.
-            names = (key if isinstance(key, str) else type(key).__name__ for key in value)
-            return tuple((name, _shape(item, depth - 1)) for name, item in zip(names, value.values(), strict=True))
+            return tuple(
+                (key if isinstance(key, str) else type(key).__name__, _shape(item, depth - 1))
+                for key, item in value.items()
+            )
         if isinstance(value, list | tuple):
             return tuple(_shape(item, depth - 1) for item in value)
         if is_dataclass(value) and not isinstance(value, type):
