@@ -20,7 +20,6 @@ _WORTH_TELLING = 0.02
 """Share of the step."""
 _BUSY = 0.7
 """Share of a wait in which the drives read, for them to be what was waited for."""
-_YEAR_DAYS = 365
 _MUCH = 0.05
 _HALF = 0.5
 _MIB = 1 << 20
@@ -181,7 +180,7 @@ def _lacks_whole_pages(report: RunReport) -> str | None:
 
 def _wears(report: RunReport) -> str | None:
     days = report.metrics.get("wear/drive_life_days")
-    if days is None or days >= _YEAR_DAYS:
+    if days is None or days >= 365:
         return None
     activations = (report.policy or {}).get("activations")
     is_auto = "" if activations == "auto" else 'activations="auto", '

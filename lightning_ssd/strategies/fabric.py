@@ -213,11 +213,7 @@ class SSDOffloadFabricStrategy(DDPStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # one device needs no wrapper
         self._is_closed = False
         check_model(self, module)
-        wrapped = module
-        if self.is_distributed:
-            # On the current stream, as in the strategy for the Trainer. Lightning uses a stream of its own.
-            device_ids = self._determine_ddp_device_ids()
-            wrapped = DistributedDataParallel(module, device_ids=device_ids, **self._ddp_kwargs)
+        wrapped = self._wrapped(module) if self.is_distributed else module
         self._stand_ins = [stood for stood in self._stand_ins if stood.module is not None]
         if all(stood.module is not wrapped for stood in self._stand_ins):
             self._stand_ins.append(ForwardContextPatch(wrapped, self._around_forward))
@@ -251,6 +247,10 @@ class SSDOffloadFabricStrategy(DDPStrategy):
         super().save_checkpoint(*args, **kwargs)
         if self.offloader is not None:
             self.offloader.send_out_weights()
+
+    def _wrapped(self, module: nn.Module) -> nn.Module:
+        # On the current stream, as in the strategy for the Trainer. Lightning uses a stream of its own.
+        return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
