@@ -59,7 +59,6 @@ class DirectAlignment(NamedTuple):
 class DirectoryFacts:
     """Facts of the file system and the drive of a directory."""
 
-    path: Path
     file_system: str
     """Type as in ``/proc/self/mountinfo``, such as "ext4"; "unknown" where that cannot be read."""
     device: str
@@ -85,7 +84,6 @@ def inspect_directory(path: str | os.PathLike[str]) -> DirectoryFacts:
     file_system, device = _mount_of(path)
     space, rotational = os.statvfs(path), _read_queue(os.stat(path).st_dev, "rotational")
     return DirectoryFacts(
-        path=path,
         file_system=file_system,
         device=device,
         is_memory=file_system in _MEMORY_TYPES,
