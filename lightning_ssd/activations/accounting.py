@@ -115,9 +115,10 @@ class MemoryAccounting:
         if saved_bytes > counters.saved_peak_bytes:
             counters.saved_peak_bytes = saved_bytes
             self.most_saved_bytes = max(self.most_saved_bytes, saved_bytes)
-        counters.resident_bytes += nbytes
         if self.recorder is not None:
-            self.recorder.saved(counters.resident_bytes, saved_bytes)
+            self.recorder.saved(id(record), nbytes)
+            self.recorder.entered(id(record), nbytes)
+        counters.resident_bytes += nbytes
         if counters.resident_bytes > counters.resident_peak_bytes or counters.resident_bytes > self.window_peak_bytes:
             self._rise()
         if self.saved_bytes >= self._worst.saved_bytes:
@@ -156,7 +157,7 @@ class MemoryAccounting:
         counters.resident_bytes += record.nbytes
         self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
         if self.recorder is not None:
-            self.recorder.changed(counters.resident_bytes, self.saved_bytes)
+            self.recorder.entered(id(record), record.nbytes)
         if counters.resident_bytes > counters.resident_peak_bytes or counters.resident_bytes > self.window_peak_bytes:
             self._rise()
 
@@ -167,12 +168,12 @@ class MemoryAccounting:
         counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
         self.window_peak_bytes = max(self.window_peak_bytes, counters.resident_bytes)
 
-    def vacate(self, record: SavedStorage | KeptStorage, *, is_freed: bool = False) -> None:
-        """Memory of a saved storage has gone; with the storage itself where it is freed, which :meth:`settle` tells."""
+    def vacate(self, record: SavedStorage | KeptStorage) -> None:
+        """Memory of a saved storage has gone."""
         self.counters.resident_bytes -= record.nbytes
         self._away_on_host_bytes += record.nbytes if record.is_on_host else 0
-        if self.recorder is not None and not is_freed:
-            self.recorder.changed(self.counters.resident_bytes, self.saved_bytes)
+        if self.recorder is not None:
+            self.recorder.left(id(record), record.nbytes)
 
     def sweep(self, num_records: int = 4) -> None:
         """Look at some of those that are leaving: has their memory gone by now?"""
@@ -198,14 +199,14 @@ class MemoryAccounting:
             note = notes[0]
             if isinstance(note, Death):
                 record, key = note.record, id(note)
+                if self.recorder is not None and key in watched:  # first: that its memory goes is no journey
+                    self.recorder.freed(id(record), record.nbytes, None if record.tier is None else record.tier.name)
                 record.free()
                 if self.by_storage.get(record.cdata) is record:
                     self.by_storage.pop(record.cdata, None)
                 if watched.pop(key, None) is not None:
                     self.saved_bytes -= record.nbytes
                     self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
-                    if self.recorder is not None:
-                        self.recorder.changed(self.counters.resident_bytes, self.saved_bytes)
             elif id(note.lease) not in watched:
                 self.opened(note)
                 watched[id(note.lease)] = note.lease

@@ -60,7 +60,7 @@ class KeptStorage:
         if home is not None:
             home.num_freed += 1
         if self.is_resident:
-            self.accounting.vacate(self, is_freed=True)
+            self.accounting.vacate(self)
         self.state = State.FREED
         self.lease = NO_LEASE  # the death and this refer to each other
 

@@ -258,7 +258,7 @@ class SavedStorage(VersionProbe):
             home.num_freed += 1
         self.produced, self.mark = PASSED, None
         if state is not State.ON_DISK and state is not State.FREED:
-            self.accounting.vacate(self, is_freed=True)
+            self.accounting.vacate(self)
         self.state = State.FREED
         self.lease = NO_LEASE
         if self.stored is not None and self.read is None:

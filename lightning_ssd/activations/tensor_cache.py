@@ -289,7 +289,7 @@ class TensorCache:
                 self.accounting.settle()
                 self._send_group(is_over=True)
                 if self.accounting.recorder is not None:
-                    self.accounting.recorder.backward_wants()
+                    self.accounting.recorder.forward_left()
 
     def end_backward(self) -> bool:
         """A backward is over: learn from it, plan, tell of failed writes. A missed call costs time only.
@@ -420,6 +420,7 @@ class TensorCache:
                 resident_bytes=self.accounting.counters.resident_bytes,
                 saved_bytes=self.accounting.saved_bytes,
                 gradient_bytes=self._gradient_bytes,
+                modules=self.parameters.modules,
             )
         return recorder
 

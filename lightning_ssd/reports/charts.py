@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_ssd.common.formatting import format_sizes
-from lightning_ssd.telemetry.step_record import StepRecord
+from lightning_ssd.telemetry.step_record import Life, StepRecord
 
 __all__ = [
     "Bar",
     "Chart",
     "Series",
+    "lifetimes",
     "memory_over_step",
     "over_run",
     "overhead_over_run",
@@ -21,7 +22,9 @@ __all__ = [
     "transfers",
 ]
 
-Role = Literal["weights", "gradients", "states", "activations", "other", "keep", "write", "read", "wait", "measure"]
+Role = Literal[
+    "weights", "gradients", "states", "activations", "other", "keep", "write", "read", "wait", "away", "measure"
+]
 """Kind of series; a renderer gives each its colour."""
 
 _MAX_POINTS = 1200
@@ -50,6 +53,7 @@ class Bar:
     role: Role
     begin: float
     end: float
+    label: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +75,7 @@ class Chart:
 
 def step_charts(record: StepRecord) -> list[Chart]:
     """All that one step shows; a picture without content is left out."""
-    charts = [memory_over_step(record), transfers(record)]
+    charts = [memory_over_step(record), transfers(record), lifetimes(record)]
     return [chart for chart in charts if chart.series or chart.bars]
 
 
@@ -131,22 +135,46 @@ def transfers(record: StepRecord) -> Chart:
     lanes = sorted(
         {(move.lane, move.direction) for move in record.moves}, key=lambda lane: (lane[0], lane[1] == "read")
     )
-    intervals: list[tuple[str, Role, list[tuple[float, float]]]] = [
-        (_WAITS, "wait", [(wait.start_s, wait.end_s) for wait in record.waits])
+    bars: list[Bar] = [
+        Bar(lane=_WAITS, role="wait", begin=begin, end=end, label=f"waits {1000 * (end - begin):.1f} ms")
+        for begin, end, _ in _merged(((wait.start_s, wait.end_s, 0) for wait in record.waits), record.length_s)
     ]
     for lane, direction in lanes:
-        moves = [(m.start_s, m.end_s) for m in record.moves if (m.lane, m.direction) == (lane, direction)]
-        intervals.append((f"{lane} {direction}", direction, moves))
+        moves = ((m.start_s, m.end_s, m.nbytes) for m in record.moves if (m.lane, m.direction) == (lane, direction))
+        bars += [
+            Bar(
+                lane=f"{lane} {direction}",
+                role=direction,
+                begin=begin,
+                end=end,
+                label=f"{direction}s {_size(nbytes)}, {_rate(nbytes, end - begin)}",
+            )
+            for begin, end, nbytes in _merged(moves, record.length_s)
+        ]
     return Chart(
         key="transfers",
         title="What the drives do while the model computes",
         x_title=_SECONDS,
-        bars=tuple(
-            Bar(lane=lane, role=role, begin=begin, end=end)
-            for lane, role, when in intervals
-            for begin, end in _merged(when, record.length_s)
-        ),
-        lanes=tuple(lane for lane, _, _ in intervals),
+        bars=tuple(bars),
+        lanes=(_WAITS, *(f"{lane} {direction}" for lane, direction in lanes)),
+        bands=_bands(record),
+    )
+
+
+def lifetimes(record: StepRecord) -> Chart:
+    """The largest saved tensors: when each was in memory, and when it was away."""
+    bars: list[Bar] = []
+    lanes = []
+    for number, life in enumerate(record.lives):
+        lane = f"{number}: {', '.join(filter(None, (life.module, _size(life.nbytes))))}"
+        lanes.append(lane)
+        bars += _life(lane, life)
+    return Chart(
+        key="lifetimes",
+        title="The largest saved tensors, from the top in the order of forward",
+        x_title=_SECONDS,
+        bars=tuple(bars),
+        lanes=tuple(lanes),
         bands=_bands(record),
     )
 
@@ -218,6 +246,23 @@ _SECONDS = "seconds since the step began"
 _WAITS = "training waits"
 
 
+def _life(lane: str, life: Life) -> list[Bar]:
+    place = {
+        "kept": "kept",
+        "taken back": "taken back before it had left",
+        "host": "in host memory",
+        "ssd": "on the SSD",
+    }
+    bars, begin = [], life.saved_s
+    for left, back in life.away:
+        bars.append(Bar(lane=lane, role="activations", begin=begin, end=left, label="in memory"))
+        bars.append(Bar(lane=lane, role="away", begin=left, end=back, label=place[life.fate]))
+        begin = back
+    label = "in memory" if life.away else f"in memory, {place[life.fate]}"
+    bars.append(Bar(lane=lane, role="activations", begin=begin, end=life.freed_s, label=label))
+    return [bar for bar in bars if bar.end > bar.begin]
+
+
 def _moments(record: StepRecord) -> list[float]:
     """When to look: at each change, or where there are too many at the largest one of each stretch."""
     times = sorted({point.at_s for point in record.activations} | {level.at_s for level in record.levels})
@@ -228,15 +273,16 @@ def _moments(record: StepRecord) -> list[float]:
     return [max(times[i : i + width], key=lambda time_s: peaks.get(time_s, 0)) for i in range(0, len(times), width)]
 
 
-def _merged(intervals: Iterable[tuple[float, float]], length_s: float) -> list[tuple[float, float]]:
-    """Unions of intervals; those closer than a line is thick are one."""
+def _merged(moves: Iterable[tuple[float, float, int]], length_s: float) -> list[tuple[float, float, int]]:
+    """Unions of intervals with their bytes; those closer than a line is thick are one."""
     gap = length_s / _MAX_BARS
-    merged: list[tuple[float, float]] = []
-    for begin, end in sorted(intervals):
+    merged: list[tuple[float, float, int]] = []
+    for begin, end, nbytes in sorted(moves):
         if merged and begin <= merged[-1][1] + gap:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+            last = merged[-1]
+            merged[-1] = last[0], max(last[1], end), last[2] + nbytes
         else:
-            merged.append((begin, end))
+            merged.append((begin, end, nbytes))
     return merged
 
 
@@ -246,3 +292,11 @@ def _bands(record: StepRecord) -> tuple[tuple[str, float, float], ...]:
 
 def _unit(nbytes: float) -> tuple[int, str]:
     return next((size, name) for size, name in _UNITS if nbytes >= size or size == 1)
+
+
+def _size(nbytes: int) -> str:
+    return format_sizes(nbytes)[0]
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else "at once"

@@ -101,6 +101,7 @@ DASHBOARD = (
         (
             Panel("One pass (s): predicted, measured", ("plan/predicted_step_s", "plan/measured_step_s")),
             Panel("Peak (GiB): predicted, measured", ("plan/predicted_peak_gib", "plan/measured_peak_gib")),
+            Panel("Lives of the largest saved tensors", ("offload/lifetimes",), "media"),
         ),
     ),
     Section(

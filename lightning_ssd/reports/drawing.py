@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
+from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_ssd.reports.charts import Chart, Role
+from lightning_ssd.reports.charts import Chart, Role, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,13 +28,24 @@ COLORS: dict[Role, str] = {
     "write": "#e69f00",
     "read": "#009e73",
     "wait": "#d55e00",
+    "away": "#b8d4e8",
     "measure": "#0072b2",
 }
 """One colour for each kind, the same in every picture, told apart without red and green as well.
 Source: M. Okabe and K. Ito, Color Universal Design (2008)."""
 _PHASES = {"forward": "#0072b2", "backward": "#e69f00", "update": "#009e73"}
 """Colours of the bands behind; a phase without one is blank."""
+BAR_NAMES: dict[Role, str] = {
+    "activations": "in memory",
+    "away": "away",
+    "write": "write",
+    "read": "read",
+    "wait": "training waits",
+}
+"""Names of intervals, in legends."""
 _WIDTH, _HEIGHT, _LANE, _DPI = 8.0, 3.6, 0.16, 110
+_MAX_STRIPS = 240
+_TIP = "lightning_ssd-tip-"
 
 
 def save_png(chart: Chart, file: Path) -> None:
@@ -45,23 +59,33 @@ def save_png(chart: Chart, file: Path) -> None:
 
 
 def draw_svg(chart: Chart) -> str:
-    """Return an element for a page, in the page's text colour.
+    """Return an element for a page, in the page's text colour. Values are told where the pointer rests.
 
     Raises:
         ImportError: Matplotlib is not installed.
     """
-    figure, text = draw(chart), io.StringIO()
+    tips: list[str] = []
+    figure, text = draw(chart, tips), io.StringIO()
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.key, "font.family": "sans-serif"}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = re.sub(' (width|height)="[0-9.]+pt"', "", svg[svg.index("<svg") :], count=2)  # as wide as the page
-    return re.sub('<g id=".*?">', "<g>", svg.replace("#000000", "currentColor"))  # ids come again in the next picture
+    svg = svg.replace("#000000", "currentColor")
+
+    def titled(group: re.Match[str]) -> str:
+        return f"<g><title>{escape(tips[int(group[1])])}</title>" if group[1] else "<g>"
+
+    return re.sub(f'<g id="(?:{_TIP}([0-9]+)|.*?)">', titled, svg)  # other ids come again in the next picture
 
 
-def draw(chart: Chart) -> Figure:
+def draw(chart: Chart, tips: list[str] | None = None) -> Figure:
     """Return a figure that belongs to no window, and to no pyplot state of the user's.
+
+    Args:
+        chart: to draw.
+        tips: gets the texts to show under the pointer; what they belong to has their numbers.
 
     Raises:
         ImportError: Matplotlib is not installed.
@@ -87,7 +111,9 @@ def draw(chart: Chart) -> Figure:
             line.set(linestyle="--" if series.kind == "dashed" else "-", drawstyle="steps-post" if areas else "default")
     if chart.series:
         axes.set_ylim(bottom=0)  # last: it settles the top as well
-    _add_bars(axes, chart)
+    if tips is not None:
+        _add_strips(axes, chart.series, chart, tips)
+    _add_bars(axes, chart, tips)
     top = axes.get_ylim()[1]
     for name, begin, end in chart.bands:
         if name in _PHASES:
@@ -103,11 +129,38 @@ def draw(chart: Chart) -> Figure:
     return figure
 
 
-def _add_bars(axes: Axes, chart: Chart) -> None:
+def _tip(tips: list[str], text: str) -> str:
+    """Note a text, and return the id of what it belongs to."""
+    tips.append(text)
+    return f"{_TIP}{len(tips) - 1}"
+
+
+def _add_strips(axes: Axes, lines: Sequence[Series], chart: Chart, tips: list[str]) -> None:
+    """Lay invisible strips over the picture that tell all values of their moments."""
+    moments = sorted({x for series in lines for x in series.x})
+    moments = moments[:: -(-len(moments) // _MAX_STRIPS) or 1]
+    for begin, end in pairwise([*moments, axes.get_xlim()[1]]):
+        told = [
+            f"{series.name}: {series.y[at]:.4g} {chart.y_title}"
+            for series in lines
+            if (at := max((i for i, x in enumerate(series.x) if x <= begin), default=None)) is not None
+        ]
+        text = "\n".join([f"{chart.x_title}: {begin:.4g}", *told])
+        axes.axvspan(begin, end, alpha=0.001, linewidth=0, zorder=9, gid=_tip(tips, text))
+
+
+def _add_bars(axes: Axes, chart: Chart, tips: list[str] | None) -> None:
     if not chart.lanes:
         return
     height = {lane: len(chart.lanes) - 1 - number for number, lane in enumerate(chart.lanes)}
+    unnamed = {bar.role for bar in chart.bars}
     for bar in chart.bars:
-        axes.broken_barh([(bar.begin, bar.end - bar.begin)], (height[bar.lane] - 0.4, 0.8), color=COLORS[bar.role])
+        # The first bar of each role is in the legend: an empty one, drawn for that alone, loses its colour there.
+        label = BAR_NAMES[bar.role] if bar.role in unnamed else None
+        unnamed.discard(bar.role)
+        place = (height[bar.lane] - 0.4, 0.8)
+        drawn = axes.broken_barh([(bar.begin, bar.end - bar.begin)], place, color=COLORS[bar.role], label=label)
+        if tips is not None:
+            drawn.set_gid(_tip(tips, f"{bar.lane}\n{bar.label}\n{bar.begin:.3f} to {bar.end:.3f} s"))
     axes.set_yticks([height[lane] for lane in chart.lanes], chart.lanes)
     axes.set_ylim(-0.6, len(chart.lanes) - 0.4)

@@ -64,6 +64,7 @@ def render_page(report: RunReport) -> str:
             _section("What did it cost?", _cost(report), pictures.get("overhead_over_run")),
             _section("Where is the memory?", "", pictures.get("memory_over_step"), pictures.get("over_run")),
             _section("Did the drives' work hide behind the model's?", _overlap(report), pictures.get("transfers")),
+            _section("What became of the largest saved tensors?", "", pictures.get("lifetimes")),
             _section("Was the plan right?", _plan(report)),
             _section("What do the drives suffer?", _wear(report)),
             _section("What to change", "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in advise(report)) + "</ul>"),

@@ -60,7 +60,9 @@ class RunReport:
 
     def to_json(self) -> str:
         """The file's text."""
-        return json.dumps(_finite({"format": _FORMAT, **asdict(self)}), default=os.fspath, allow_nan=False)
+        content = asdict(self)
+        content["record"] = None if self.record is None else self.record.to_json()
+        return json.dumps(_finite({"format": _FORMAT, **content}), default=os.fspath, allow_nan=False)
 
     @property
     def peak_bytes(self) -> float | None:

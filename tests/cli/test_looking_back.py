@@ -100,7 +100,7 @@ def test_the_dashboard_is_written(tmp_path):
 
 
 def test_every_panel_shows_what_there_is():
-    pictures = {"offload/memory_over_step", "offload/transfers"}
+    pictures = {"offload/memory_over_step", "offload/transfers", "offload/lifetimes"}
     keys = {metric.key for metric in METRICS} | pictures | {"offload/saved_pct"}
     for section in DASHBOARD:
         for panel in section.panels:

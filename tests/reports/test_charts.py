@@ -103,6 +103,7 @@ def test_matplotlib_draws_it(chart, tmp_path):
     svg = ElementTree.fromstring(draw_svg(chart))
     assert f"{SVG}svg" == svg.tag
     assert "#000000" not in draw_svg(chart), "dark pages have light text"
-    told = " ".join("".join(text.itertext()) for text in svg.iter(f"{SVG}text"))
-    for name in (*(series.name for series in chart.series), *chart.lanes, chart.y_title):
-        assert name in told
+    tips = [title.text or "" for title in svg.iter(f"{SVG}title")]
+    assert all(any(bar.label in tip and bar.lane in tip for tip in tips) for bar in chart.bars)
+    for series in chart.series:
+        assert any(series.name in tip and f"{series.y[-1]:.4g}" in tip for tip in tips)

@@ -65,6 +65,7 @@ def test_the_page_answers_and_fetches_nothing(tmp_path):
         "report.json",
         "memory_over_step.png",
         "transfers.png",
+        "lifetimes.png",
         "over_run.png",
     ]
     page = written[0].read_text()
@@ -76,6 +77,7 @@ def test_the_page_answers_and_fetches_nothing(tmp_path):
         "What did it cost?",
         "Where is the memory?",
         "Did the drives' work hide behind the model's?",
+        "What became of the largest saved tensors?",
         "Was the plan right?",
         "What do the drives suffer?",
         "What to change",

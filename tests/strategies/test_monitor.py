@@ -115,7 +115,7 @@ def test_every_logger_gets_rows_and_pictures_as_it_takes_them(tmp_path):
     assert [step for step, _ in recording.rows_of_ours()] == [1, 3, 5]
     assert recording.rows_of_ours() == another.rows_of_ours()
     assert set(recording.rows_of_ours()[0][1]) == {key.replace("/", ".") for key in KEYS_ON_CPU}
-    pictures = {"offload/memory_over_step", "offload/transfers"}
+    pictures = {"offload/memory_over_step", "offload/transfers", "offload/lifetimes"}
     assert set(recording.figures) == {(tag, step) for tag in pictures for step in (1, 3, NUM_BATCHES - 1)}
     rows = read_csv(logger)
     assert set(rows[0]) >= KEYS_ON_CPU
@@ -333,7 +333,7 @@ def test_a_report_is_written_and_told_of(tmp_path, caplog):
     assert {phase.name for phase in record.phases} >= {"forward", "backward", "update"}
     assert record.moves
     assert record.weight_bytes > 0
-    assert (tmp_path / "report" / "report.html").read_text().count("<svg") >= 3
+    assert (tmp_path / "report" / "report.html").read_text().count("<svg") >= 4
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.reports.run_report import RunReport
-from lightning_ssd.telemetry.step_record import Bytes, Level, Move, Phase, StepRecord, Wait
+from lightning_ssd.telemetry.step_record import Bytes, Level, Life, Move, Phase, StepRecord, Wait
 
 MIB = 1 << 20
 
@@ -31,6 +31,11 @@ def made_record(**changes):
             Move("read", "ssd 1", 100 * MIB, 1.1, 1.5),
         ),
         "waits": (Wait(1.05, 1.15),),
+        "lives": (
+            Life(100 * MIB, 0.1, 2.0, (), "kept"),
+            Life(100 * MIB, 0.2, 1.9, ((0.6, 1.0),), "ssd", "blocks.3.mlp.1 GELU"),
+            Life(100 * MIB, 0.5, 1.5, (), "taken back"),
+        ),
         "weight_bytes": 80 * MIB,
         "gradient_bytes": 80 * MIB,
         "state_bytes": 160 * MIB,
