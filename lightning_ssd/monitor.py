@@ -197,7 +197,7 @@ class OffloadMonitor(Callback):
         record = offloader.end_record()
         if record is None:
             return
-        self._log_of_run.add_record(record)
+        self._log_of_run.record = record
         takers = [experiment for experiment in _experiments(trainer) if takes_charts(experiment)]
         charts = step_charts(record) if takers else []
         for experiment in takers:
@@ -305,7 +305,7 @@ class OffloadMonitor(Callback):
             machine=_machine_of(offloader, trainer.strategy.root_device),
             metrics=self._run.result(),
             rows=tuple(self._log_of_run.rows),
-            records=tuple(self._log_of_run.records),
+            record=self._log_of_run.record,
             **ours,
         )
 

@@ -17,7 +17,7 @@ from lightning_ssd.common.validation import parse_size
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.drive_probe import Rates, read_back_ok
 from lightning_ssd.storage.factory import open_backend
-from lightning_ssd.storage.filesystem import inspect_directory
+from lightning_ssd.storage.filesystem import check_directory
 from lightning_ssd.tiers.bandwidth_meter import measure_rates
 
 __all__ = ["bench"]
@@ -79,10 +79,7 @@ def _checked(directories: Sequence[Path], size: str, *, allow_unsuitable: bool) 
         if not path.is_dir():
             got = f"{escape_control(path)} is none"
             raise CommandError("an existing directory on the drive to measure", got, "make it first, or name another")
-        facts = inspect_directory(path)
-        if facts.unsuitable is not None and not allow_unsuitable:
-            got = f"{escape_control(path)} on {facts.file_system}, {facts.unsuitable}"
-            raise CommandError("a directory on a local drive", got, "name another, or add --allow-unsuitable")
+        facts = check_directory(path, allow_unsuitable=allow_unsuitable)
         if facts.free_bytes < _ROOM * nbytes:
             need, room = format_sizes(_ROOM * nbytes, facts.free_bytes)
             got = f"{room} free in {escape_control(path)}"

@@ -79,30 +79,26 @@ def model_builder(name: str, sequence: int) -> Callable[[], nn.Module]:
     if ":" in name:
         return _module_maker(name)
     path = _option("model", name)
-    data: Any = OmegaConf.load(_conf() / "data" / "text.yaml")
+    data: Any = OmegaConf.load(_folder("data") / "text.yaml")
     data.sequence_length = sequence
     config: Any = OmegaConf.create({"model": OmegaConf.load(path), "data": data, "seed": 0})
-    if str(_conf().parent) not in sys.path:
-        sys.path.insert(0, str(_conf().parent))  # here are the classes that options name
+    checkout = str(_folder("model").parents[1])
+    if checkout not in sys.path:
+        sys.path.insert(0, checkout)  # here are the classes that options name
 
     def build() -> nn.Module:
         try:
             model: nn.Module = instantiate(config.model, _convert_="all")
         except HydraException as error:
-            raise _not_built(path, error) from error
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # Hydra names only the class that it could not make
+                cause = cause.__cause__
+            got = f"{escape_control(path)}: {type(cause).__name__}: {cause}"
+            advice = "pip install -c constraints.txt '.[recipes]', if a module is missing"
+            raise CommandError("a model that can be built", got, advice) from error
         return model
 
     return build
-
-
-def _not_built(path: Path, error: HydraException) -> CommandError:
-    """Return an error with the innermost cause, because Hydra names only the class that it could not make."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    got = f"{escape_control(path)}: {type(cause).__name__}: {cause}"
-    advice = "pip install -c constraints.txt '.[recipes]', if a module is missing"
-    return CommandError("a model that can be built", got, advice)
 
 
 def _of_hugging_face(path: Path) -> Callable[[], nn.Module]:
@@ -190,24 +186,20 @@ def _module_maker(name: str) -> Callable[[], nn.Module]:
     return build
 
 
-def _checkout_conf() -> Path | None:
-    """Return the ``conf`` of the current directory, else of the checkout that contains this package."""
-    places = (Path.cwd() / "conf", Path(__file__).resolve().parents[2] / "conf")
-    return next((place for place in places if (place / _PRIMARY).is_file()), None)
-
-
-def _conf() -> Path:
-    conf = _checkout_conf()
-    if conf is None:
-        got = f"no conf/{_PRIMARY} here or beside the package"
-        advice = "name your model by its import path, package.module:name, or run this in a checkout of lightning_ssd"
-        raise CommandError("the directory conf, for an option of it", got, advice)
-    return conf
+def _folder(group: str) -> Path:
+    """Return options of ``conf`` in the current directory, else beside the package; of hardware also installed ones."""
+    for conf in (Path.cwd() / "conf", Path(__file__).resolve().parents[2] / "conf"):
+        if (conf / _PRIMARY).is_file():
+            return conf / group
+    if group == "hardware":
+        return _PACKAGED / "lightning_ssd" / group
+    got = f"no conf/{_PRIMARY} here or beside the package"
+    advice = "name your model by its import path, package.module:name, or run this in a checkout of lightning_ssd"
+    raise CommandError("the directory conf, for an option of it", got, advice)
 
 
 def _option(group: str, name: str) -> Path:
-    is_packaged = group == "hardware" and _checkout_conf() is None
-    folder = _PACKAGED / "lightning_ssd" / group if is_packaged else _conf() / group
+    folder = _folder(group)
     path = folder / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(option.stem for option in folder.glob("*.yaml")))

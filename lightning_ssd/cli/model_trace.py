@@ -14,8 +14,9 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ def trace_model(
     """
     try:
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        with warnings.catch_warnings(), _no_log_of_fakes(), uncompiled(), fakes:
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # logs the whole stack of an error that is told here
+        with warnings.catch_warnings(), _swapped(log, "disabled", True), uncompiled(), fakes:
             warnings.simplefilter("ignore")
             model = build_here(build)
             if is_converted := precision.endswith("-true") and precision != "32-true":
@@ -116,18 +118,20 @@ def trace_model(
 
 
 @contextmanager
-def _no_log_of_fakes() -> Iterator[None]:
-    """An error is told by who catches it; PyTorch logs the whole of its stack before."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        log.disabled = before
+        setattr(owner, name, before)
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """As ``model.to(dtype)``, which PyTorch refuses where parameters are fake. What modules share stays shared."""
+    """As ``model.to(dtype)``, which PyTorch refuses where parameters are fake.
+
+    What modules share stays shared, and attributes that Python has set on a parameter stay.
+    """
     made: dict[int, tuple[Any, Any]] = {}  # with the old one, or its id might come again
     held: list[dict[str, Any]] = [t for module in model.modules() for t in (module._parameters, module._buffers)]
     for tensors in held:
@@ -135,18 +139,12 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             if old is None or not old.is_floating_point() or old.dtype == dtype:
                 continue
             if id(old) not in made:
-                made[id(old)] = old, _converted(old, dtype)
+                new = old.detach().to(dtype)
+                if isinstance(old, nn.Parameter):
+                    new = nn.Parameter(new, old.requires_grad)
+                    new.__dict__.update({key: value for key, value in vars(old).items() if not hasattr(new, key)})
+                made[id(old)] = old, new
             tensors[name] = made[id(old)][1]
-
-
-def _converted(old: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Keep the attributes that Python has set on it."""
-    new = old.detach().to(dtype)
-    if not isinstance(old, nn.Parameter):
-        return new
-    new = nn.Parameter(new, old.requires_grad)
-    new.__dict__.update({key: value for key, value in vars(old).items() if not hasattr(new, key)})
-    return new
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -259,19 +257,10 @@ class _WithoutAttentionDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def _one_sequence_per_row() -> Iterator[None]:
+def _one_sequence_per_row() -> AbstractContextManager[None]:
     """Where transformers cannot read positions to see that it is so, it takes a mask that real passes do without."""
-    module: Any = sys.modules.get("transformers.masking_utils")
-    before = getattr(module, "find_packed_sequence_indices", None)
-    if before is None:
-        yield
-        return
-    module.find_packed_sequence_indices = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        module.find_packed_sequence_indices = before
+    module, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    return _swapped(module, name, lambda *_, **__: None) if hasattr(module, name) else nullcontext()
 
 
 class _Lease:
@@ -329,7 +318,9 @@ class _Pass(TorchDispatchMode):
         if count is not None:
             self.clock.flops += count(*args, **kwargs, out_val=result)
         elif "scaled_dot_product" in str(func):  # the CPU's, which PyTorch's own table lacks
-            self.clock.flops += _attention_flops(func, args)
+            is_backward = "backward" in str(func)
+            flops: Any = sdpa_backward_flop_count if is_backward else sdpa_flop_count
+            self.clock.flops += int(flops(*(tensor.shape for tensor in args[: 4 if is_backward else 3])))
         else:
             self.clock.nbytes += _touched_bytes(func, (args, kwargs), result)
         return result
@@ -377,22 +368,17 @@ class _Pass(TorchDispatchMode):
     def _watched_blocks(self) -> Iterator[None]:
         with ExitStack() as stack:
             for name, block in find_blocks(self._model).items():
-                enter = block.register_forward_pre_hook(self._enters(name), with_kwargs=True)
-                leave = block.register_forward_hook(self._leaves)
-                stack.callback(enter.remove)
-                stack.callback(leave.remove)
+                stack.callback(block.register_forward_pre_hook(partial(self._enters, name), with_kwargs=True).remove)
+                stack.callback(block.register_forward_hook(self._leaves).remove)
             yield
 
-    def _enters(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._depth += 1
-            if self._depth == 1:  # a block in a block belongs to the outer one
-                self._recorder.block_enters(name, recompute=False)
-                tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-                storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-                self._recorder.block_inputs(sum(n for cdata, n in storages.items() if cdata not in self._parameters))
-
-        return enter
+    def _enters(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:  # a block in a block belongs to the outer one
+            self._recorder.block_enters(name, recompute=False)
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+            self._recorder.block_inputs(sum(n for cdata, n in storages.items() if cdata not in self._parameters))
 
     def _leaves(self, module: nn.Module, args: Any, result: Any) -> None:
         self._depth -= 1
@@ -424,12 +410,6 @@ def _scaled(trace: Trace, factor: float) -> Trace:
     parts = {"storages": tuple(map(scaled, trace.storages)), "blocks": tuple(map(scaled, trace.blocks))}
     whole: Trace = replace(scaled(trace), **parts)
     return whole
-
-
-def _attention_flops(func: Any, args: Any) -> int:
-    is_backward = "backward" in str(func)
-    count: Any = sdpa_backward_flop_count if is_backward else sdpa_flop_count
-    return int(count(*(tensor.shape for tensor in args[: 4 if is_backward else 3])))
 
 
 def _model_size(model: nn.Module, min_tensor_nbytes: int) -> ModelSize:

@@ -220,7 +220,8 @@ def _make_task(
     """Trace the model for a machine, which need not be here."""
     machine, name = described.machine, escape_control(described.name)
     tiers, is_accelerator = machine.tiers(machine.num_devices), machine.is_accelerator
-    if tiers is None or tiers.ssd is None:
+    drives = None if tiers is None else tiers.ssd
+    if tiers is None or drives is None:
         raise CommandError(
             "drive_write_gb_per_s and drive_read_gb_per_s",
             f"hardware {name} leaves them open",
@@ -253,7 +254,11 @@ def _make_task(
         f"{machine.device_peak_tflops:.4g}"
     )
     retrace = partial(trace, flops_per_s)
-    drives, tiers = tiers.ssd, replace(tiers, host=_host_tier(machine))
+    if machine.link_gb_per_s is not None and machine.host_memory_gb is not None:  # a CPU's memory is the device's
+        rate = machine.link_gb_per_s * _GB
+        capacity = int(machine.host_memory_gb * _GB / _HOST_SHARE / machine.num_devices)
+        host = TierRates(write_bytes_per_s=rate, read_bytes_per_s=rate, capacity_bytes=capacity)
+        tiers = replace(tiers, host=host)
     return _Task(retrace(batch, sequence), tiers, drives, described, basis, retrace)
 
 
@@ -295,15 +300,6 @@ def _timed_tflops() -> float:
         torch.mm(one, one)
         seconds.append(time.perf_counter() - begin_s)
     return 2 * _TIMED_SIZE**3 / min(seconds) / 1e12
-
-
-def _host_tier(machine: MachineProfile) -> TierRates | None:
-    """On a CPU none: its memory is the device's."""
-    if machine.link_gb_per_s is None or machine.host_memory_gb is None:
-        return None
-    rate = machine.link_gb_per_s * _GB
-    capacity = machine.host_memory_gb * _GB / _HOST_SHARE / machine.num_devices
-    return TierRates(write_bytes_per_s=rate, read_bytes_per_s=rate, capacity_bytes=int(capacity))
 
 
 def _budget_bytes(budget: str, keep_bytes: int) -> int:

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_ssd.planning.lifetimes import EventKind, Lifetimes
+from lightning_ssd.planning.lifetimes import PACK, RELEASE, UNPACK, Lifetimes
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.simulator import moving_cost_s
@@ -63,7 +63,6 @@ def bound(
 
 # Where a moved storage is. A kept one is counted when it comes and when it goes.
 _ABSENT, _HELD, _HELD_WRITTEN, _LEAVING, _OUT, _AHEAD, _BACK = range(7)
-_PACK, _UNPACK, _RELEASE = int(EventKind.PACK), int(EventKind.UNPACK), int(EventKind.RELEASE)
 
 
 class _Lane:
@@ -101,7 +100,7 @@ class _Bounder:
         sizes, lane_of, limit = self.lives.sizes, self.lane_of, self.limit
         for clock, kind, index in self.lives.events:
             lane = lane_of[index]
-            if kind == _PACK:
+            if kind == PACK:
                 if limit is not None and self.held + self.leaving + sizes[index] > limit:
                     self._wait_for_room(sizes[index], clock)
                 if lane is None:
@@ -110,15 +109,15 @@ class _Bounder:
                     self._write(lane, index, clock)
                 if self.held + self.leaving > self.peak or self.held > self.floor:
                     self._see_peak(clock)
-            elif kind == _UNPACK:
+            elif kind == UNPACK:
                 if lane is not None:
                     self._fetch(lane, index, clock)
                 self.next_ahead = max(self.next_ahead, self.lives.position[index] + 1)
                 self._look_ahead(clock)
             elif lane is None:
-                if kind != _RELEASE:
+                if kind != RELEASE:
                     self.held -= sizes[index]
-            elif kind == _RELEASE:
+            elif kind == RELEASE:
                 self._release(index, clock)
             else:
                 self._free(index)

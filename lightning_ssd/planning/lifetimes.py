@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_ssd.planning.trace import Trace, TracedStorage
 
-__all__ = ["EventKind", "Lifetimes", "Units"]
+__all__ = ["FREE", "LATE_FREE", "PACK", "RELEASE", "UNPACK", "Lifetimes", "Units"]
 
 
-class EventKind(enum.IntEnum):
-    """An event of a storage. At one and the same time, lower ones come first."""
-
-    FREE = 0
-    RELEASE = 1  # its last use outside of autograd is over
-    PACK = 2
-    UNPACK = 3
-    LATE_FREE = 4  # freed at the very moment in which it was packed or wanted, hence after that
+# Events of a storage. At one and the same time, lower ones come first. Plain integers are compared a million times.
+FREE, RELEASE, PACK, UNPACK, LATE_FREE = range(5)
+# RELEASE: its last use outside of autograd is over. LATE_FREE: at the very moment in which it was packed or wanted.
 
 
 class Lifetimes:
@@ -48,23 +42,21 @@ class Lifetimes:
         self.is_released = [s.last_used_s <= s.packed_s for s in storages]
         self.events = self._events(storages)
         kinds = [kind for _, kind, _ in self.events]
-        turn = kinds.index(EventKind.UNPACK) if EventKind.UNPACK in kinds else len(kinds)
+        turn = kinds.index(UNPACK) if UNPACK in kinds else len(kinds)
         # Nothing is saved any more once backward has begun: not so where it recomputes, or where a pass has several.
-        self.is_simple = EventKind.PACK not in kinds[turn:]
+        self.is_simple = PACK not in kinds[turn:]
 
     def _events(self, storages: Sequence[TracedStorage]) -> list[tuple[float, int, int]]:
-        """(time, kind, index), sorted. Plain integers: they are compared a million times."""
-        pack, unpack, release = int(EventKind.PACK), int(EventKind.UNPACK), int(EventKind.RELEASE)
-        free, late = int(EventKind.FREE), int(EventKind.LATE_FREE)
+        """(time, kind, index), sorted."""
         events = []
         for i, s in enumerate(storages):
             last = max(s.packed_s, s.packed_s if s.wanted_s is None else s.wanted_s)
-            events.append((s.packed_s, pack, i, i))
+            events.append((s.packed_s, PACK, i, i))
             if s.wanted_s is not None:
-                events.append((max(s.wanted_s, s.packed_s), unpack, self.position[i], i))
+                events.append((max(s.wanted_s, s.packed_s), UNPACK, self.position[i], i))
             if s.packed_s < s.last_used_s < s.freed_s:
-                events.append((s.last_used_s, release, i, i))
-            events.append((max(s.freed_s, last), free if s.freed_s > last else late, i, i))
+                events.append((s.last_used_s, RELEASE, i, i))
+            events.append((max(s.freed_s, last), FREE if s.freed_s > last else LATE_FREE, i, i))
         events.sort()
         return [(time, kind, index) for time, kind, _, index in events]
 

@@ -52,7 +52,9 @@ class MachineProfile:
             elif field.name in _COUNTS:
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise ConfigError(f"{name}; write an integer of at least 1")
-            elif not (_is_number(value) and 0 < value < math.inf) and not (value is None and field.default is None):
+            elif value is None and field.default is None:
+                continue
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ConfigError(f"{name}; write a number above 0, or None (null in YAML) if unknown")
         if self.compute_efficiency > 1:
             raise ConfigError(f"{type(self).__name__}.compute_efficiency={self.compute_efficiency!r}; write at most 1")
@@ -80,7 +82,3 @@ class MachineProfile:
                 read_bytes_per_s=min(share * self.drive_read_gb_per_s, link) * _GB,
             )
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

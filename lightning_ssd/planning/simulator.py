@@ -19,34 +19,17 @@ Source of the idea: TERAIO's simulator (arXiv 2506.06472, section on the perform
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from lightning_ssd.planning.lifetimes import EventKind, Lifetimes
+from lightning_ssd.planning.lifetimes import PACK, RELEASE, UNPACK, Lifetimes
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, Prediction, TierRates
 
-__all__ = ["LEAST_SHARE", "Played", "moving_cost_s", "predict"]
+__all__ = ["LEAST_SHARE", "Replay", "moving_cost_s", "predict"]
 
 LEAST_SHARE = 0.1
 """Share of a traced pass' length: below this no cost of moving, learnt from times that scatter, makes a pass."""
-
-
-class Played(NamedTuple):
-    """One fact of a played pass, for tests. Times in seconds since the pass began, stalls included."""
-
-    what: str
-    """"write" or "read": one move; "room" or "late": the training thread waits for memory, or for bytes; "resident":
-    saved activations in memory from ``start_s`` on."""
-    start_s: float
-    end_s: float
-    nbytes: int
-    number: int = -1
-    """The storage, by its place in the pass."""
-    placement: Placement = Placement.KEEP
-    """The tier of a move."""
 
 
 def predict(
@@ -56,7 +39,6 @@ def predict(
     *,
     limit_bytes: int | None,
     ahead_bytes: int,
-    log: list[Played] | None = None,
 ) -> Prediction:
     """Play a pass.
 
@@ -66,29 +48,21 @@ def predict(
         machine: the tiers.
         limit_bytes: of resident saved activations; ``None``: none.
         ahead_bytes: how much may be brought up before it is asked for.
-        log: gets the moves in the order in which they are issued (cancelled ones are not among them), stalls, levels.
 
     Raises:
         ValueError: the placements do not fit the trace, or name a tier that is not there or whose rates are unknown.
     """
-    return _Replay(lives, placements, machine, limit_bytes, ahead_bytes, log).play()
+    return Replay(lives, placements, machine, limit_bytes, ahead_bytes).play()
 
 
-class _State(enum.IntEnum):
-    """Where the bytes of one storage are. READY stays; the others lead from top to bottom."""
-
-    ABSENT = 0  # not packed yet
-    READY = 1  # in memory, and stays there
-    LEAVING = 2  # in memory; its write is queued or under way
-    WRITTEN = 3  # in memory because its last use is not over; its write has ended
-    OUT = 4  # in the tier alone
-    AHEAD = 5  # brought up, or held back, before it was asked for
-    FREED = 6
-
-
-# Plain integers are compared faster than enum members, a million times.
-_ABSENT, _READY, _LEAVING, _WRITTEN, _OUT, _AHEAD, _FREED = (int(s) for s in _State)
-_FREE, _RELEASE, _PACK, _UNPACK, _LATE_FREE = (int(k) for k in EventKind)
+# Where the bytes of one storage are. Plain integers are compared a million times.
+_ABSENT = 0  # not packed yet
+_READY = 1  # in memory, and stays there; the following lead from top to bottom
+_LEAVING = 2  # in memory; its write is queued or under way
+_WRITTEN = 3  # in memory because its last use is not over; its write has ended
+_OUT = 4  # in the tier alone
+_AHEAD = 5  # brought up, or held back, before it was asked for
+_FREED = 6
 
 
 class _Lane:
@@ -115,19 +89,16 @@ class _Lane:
         self.write_bytes = self.read_bytes = 0
 
 
-class _Replay:
-    """One pass being played. Times are those of the pass, stalls included, unless called ``clock``."""
+class Replay:
+    """One pass being played. Times are those of the pass, stalls included, unless called ``clock``.
+
+    Tests watch it by overriding ``_note``, ``_occupy`` and ``_leave``.
+    """
 
     def __init__(
-        self,
-        lives: Lifetimes,
-        placements: Sequence[Placement],
-        machine: Machine,
-        limit: int | None,
-        ahead: int,
-        log: list[Played] | None,
+        self, lives: Lifetimes, placements: Sequence[Placement], machine: Machine, limit: int | None, ahead: int
     ) -> None:
-        self.lives, self.limit, self.window, self.log = lives, limit, ahead, log
+        self.lives, self.limit, self.window = lives, limit, ahead
         self.lanes, self.lane_of = _lanes(placements, machine, len(lives.sizes))
         self.cost_s = moving_cost_s(lives, placements, machine)
         self.state = [_ABSENT] * len(lives.sizes)
@@ -145,7 +116,7 @@ class _Replay:
             for lane in lanes:
                 if lane.queue:
                     self._settle(lane, now)
-            if kind == _PACK:
+            if kind == PACK:
                 if limit is not None and self.resident + sizes[index] > limit:
                     now = self._wait_for_room(index, now)
                 self._occupy(index, now)
@@ -153,9 +124,9 @@ class _Replay:
                 if lane_of[index] is not None:
                     state[index] = _LEAVING
                     lane_of[index].queue.append((index, now))  # type: ignore[union-attr]
-            elif kind == _UNPACK:
+            elif kind == UNPACK:
                 self._unpack(index, now)
-            elif kind == _RELEASE:
+            elif kind == RELEASE:
                 self.released[index] = True
                 if state[index] == _WRITTEN:
                     self._leave(index, now, _OUT)
@@ -189,7 +160,7 @@ class _Replay:
             if not lane.begun:
                 lane.begun = True
                 lane.write_bytes += self.lives.sizes[index]
-                self._note("write", start, end, index, lane.placement)
+                self._note("write", start, end, index)
             if end > now:
                 return
             queue.popleft()
@@ -248,7 +219,7 @@ class _Replay:
         start = max(now, lane.read_free_s)
         lane.read_free_s = end = start + self.lives.sizes[index] / lane.read_rate
         lane.read_bytes += self.lives.sizes[index]
-        self._note("read", start, end, index, lane.placement)
+        self._note("read", start, end, index)
         return end
 
     def _look_ahead(self, now: float) -> None:
@@ -275,14 +246,10 @@ class _Replay:
         self.resident += self.lives.sizes[index]
         if self.resident > self.peak:
             self.peak = self.resident
-        if self.log is not None:
-            self.log.append(Played("resident", now, now, self.resident))
 
     def _leave(self, index: int, now: float, state: int) -> None:
         self.state[index] = state
         self.resident -= self.lives.sizes[index]
-        if self.log is not None:
-            self.log.append(Played("resident", now, now, self.resident))
 
     def _free(self, index: int, now: float) -> None:
         if self.state[index] == _AHEAD:
@@ -292,16 +259,13 @@ class _Replay:
         else:
             self._leave(index, now, _FREED)
 
-    # -- the log -------------------------------------------------------------------------------------------------
-
     def _stalled(self, begin: float, end: float, index: int, reason: str) -> None:
         self.stall += end - begin
         if end > begin:
             self._note(reason, begin, end, index)
 
-    def _note(self, what: str, start: float, end: float, index: int, placement: Placement = Placement.KEEP) -> None:
-        if self.log is not None:
-            self.log.append(Played(what, start, end, self.lives.sizes[index], index, placement))
+    def _note(self, what: str, start: float, end: float, index: int) -> None:
+        """Override to see moves ("write", "read") as they are issued, and stalls ("room", "late")."""
 
 
 def moving_cost_s(lives: Lifetimes, placements: Sequence[Placement], machine: Machine) -> float:

@@ -20,11 +20,9 @@ _WORTH_TELLING = 0.02
 """Share of the step."""
 _BUSY = 0.7
 """Share of a wait in which the drives read, for them to be what was waited for."""
-_YEAR_DAYS = 365
 _MUCH = 0.05
 _HALF = 0.5
 _MIB = 1 << 20
-_OTHER_DIRECTORY = "Name a directory on a local drive in HardwareProfile.paths"
 
 
 def advise(report: RunReport) -> list[str]:
@@ -48,7 +46,8 @@ def _unusable(report: RunReport) -> str | None:
     if report.unusable is None or report.stat("bytes_written"):
         return None
     larger = 'Write a larger one, such as wear_budget="1.0DWPD", or leave it out'
-    mend = larger if report.unusable.startswith("wear_budget") else _OTHER_DIRECTORY
+    other = "Name a directory on a local drive in HardwareProfile.paths"
+    mend = larger if report.unusable.startswith("wear_budget") else other
     return f"Nothing was moved to a drive, because {report.unusable}. {mend}."
 
 
@@ -67,7 +66,7 @@ def _held_elsewhere(report: RunReport) -> str | None:
 
 def _reads_limit(report: RunReport) -> str | None:
     """The drives could not bring back in time what backward asked for."""
-    record = _last(report)
+    record = report.record
     if record is None or not _is_long(record, "backward"):
         return None
     waited_s = record.waited_s("backward")
@@ -87,7 +86,7 @@ def _reads_limit(report: RunReport) -> str | None:
 
 def _writes_limit(report: RunReport) -> str | None:
     """Forward waited until the drives had taken something, so that there was room."""
-    record = _last(report)
+    record = report.record
     if record is None or not _is_long(record, "forward"):
         return None
     waited_s, rate = record.waited_s("forward"), report.machine.get("write_bytes_per_s")
@@ -100,7 +99,7 @@ def _writes_limit(report: RunReport) -> str | None:
 
 
 def _update_waits(report: RunReport) -> str | None:
-    record = _last(report)
+    record = report.record
     if record is None or not _is_long(record, "update"):
         return None
     return (
@@ -121,7 +120,7 @@ def _stays(report: RunReport) -> str | None:
 
 def _next_rung(report: RunReport) -> list[str]:
     """Name the next part that could leave memory, where it is the largest there is, with the line to write."""
-    policy, record = report.policy, _last(report)
+    policy, record = report.policy, report.record
     if policy is None or record is None or report.num_processes > 1:
         return []
     part, nbytes, names = "optimizer states", record.state_bytes, ["optimizer_states"]
@@ -181,7 +180,7 @@ def _lacks_whole_pages(report: RunReport) -> str | None:
 
 def _wears(report: RunReport) -> str | None:
     days = report.metrics.get("wear/drive_life_days")
-    if days is None or days >= _YEAR_DAYS:
+    if days is None or days >= 365:
         return None
     activations = (report.policy or {}).get("activations")
     is_auto = "" if activations == "auto" else 'activations="auto", '
@@ -224,10 +223,6 @@ _RULES: tuple[Callable[[RunReport], str | None], ...] = (
     _too_small,
     _stays,
 )
-
-
-def _last(report: RunReport) -> StepRecord | None:
-    return report.records[-1] if report.records else None
 
 
 def _is_long(record: StepRecord, phase: PhaseName) -> bool:

@@ -19,7 +19,6 @@ __all__ = [
     "over_run",
     "overhead_over_run",
     "step_charts",
-    "trade_off",
     "transfers",
 ]
 
@@ -42,10 +41,8 @@ class Series:
     role: Role
     x: tuple[float, ...]
     y: tuple[float, ...]
-    kind: Literal["area", "line", "dashed", "points"] = "line"
+    kind: Literal["area", "line", "dashed"] = "line"
     """Areas are stacked, in the order of the chart."""
-    labels: tuple[str, ...] = ()
-    """Names of the points, where they have some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +119,7 @@ def memory_over_step(record: StepRecord) -> Chart:
     ]
     return Chart(
         key="memory_over_step",
-        title=f"{_MEMORY}, above {_size(base)} that the process holds anyway" if base else _MEMORY,
+        title=f"{_MEMORY}, above {format_sizes(base)[0]} that the process holds anyway" if base else _MEMORY,
         x_title=_SECONDS,
         y_title=unit,
         series=(
@@ -182,25 +179,25 @@ def lifetimes(record: StepRecord) -> Chart:
     )
 
 
-def over_run(rows: Sequence[Mapping[str, float]], keys: Iterable[tuple[str, str, Role]], *, title: str) -> Chart:
-    """Metrics over the steps of a run.
+def over_run(rows: Sequence[Mapping[str, float]]) -> Chart:
+    """Draw peaks over the steps of a run.
 
     Args:
-        rows: with ``step`` and keys of the metrics' table, in GiB.
-        keys: of metrics, their names, and their roles.
-        title: of the picture.
+        rows: with ``step`` and keys of the metrics' table.
     """
-    found: list[tuple[str, Role, tuple[float, ...], tuple[float, ...]]] = []
-    for key, name, role in keys:
-        known = [(row["step"], row[key] * _GIB) for row in rows if key in row]
-        if known:
-            x, y = zip(*known, strict=True)
-            found.append((name, role, x, y))
-    size, unit = _unit(max((max(y) for _, _, _, y in found), default=0))
-    series = tuple(
-        Series(name=name, role=role, x=x, y=tuple(value / size for value in y)) for name, role, x, y in found
+    keys: tuple[tuple[str, str, Role], ...] = (
+        ("memory/activations_resident_peak_gib", "saved activations in memory", "activations"),
+        ("memory/activations_saved_peak_gib", "with all of them kept", "keep"),
+        ("memory/device_peak_gib", "device", "measure"),
     )
-    return Chart(key="over_run", title=title, x_title="optimizer step", y_title=unit, series=series)
+    size, unit = _unit(_GIB * max((row[key] for row in rows for key, _, _ in keys if key in row), default=0))
+    series = [
+        Series(name=name, role=role, x=tuple(x for x, _ in known), y=tuple(_GIB * y / size for _, y in known))
+        for key, name, role in keys
+        if (known := [(row["step"], row[key]) for row in rows if key in row])
+    ]
+    title, x_title = "Peaks over the run", "optimizer step"
+    return Chart(key="over_run", title=title, x_title=x_title, y_title=unit, series=tuple(series))
 
 
 def overhead_over_run(rows: Sequence[Mapping[str, float]]) -> Chart:
@@ -241,24 +238,6 @@ def overhead_over_run(rows: Sequence[Mapping[str, float]]) -> Chart:
         y_title="%",
         series=(*series, predicted) if planned else (),
     )
-
-
-def trade_off(points: Iterable[tuple[str, str, float, float]]) -> Chart:
-    """Draw time over peak, a point for each run of a sweep. Lower and further left is better.
-
-    Args:
-        points: model, mode, peak above rest (GiB), seconds per step.
-    """
-    models: dict[str, list[tuple[float, float, str]]] = {}
-    for model, mode, peak, time in points:
-        models.setdefault(model, []).append((peak, time, mode))
-    series = []
-    for model, runs in models.items():
-        x, y, modes = zip(*sorted(runs), strict=True)
-        series.append(Series(name=model, role="measure", x=x, y=y, kind="points", labels=modes))
-    title = "Seconds per step over peak memory above rest: lower left is better"
-    x_title, y_title = "peak above rest, GiB", "seconds per step"
-    return Chart(key="trade_off", title=title, x_title=x_title, y_title=y_title, series=tuple(series))
 
 
 _MEASURED, _PREDICTED = "plan/overhead_ratio", "plan/predicted_overhead_ratio"

@@ -38,18 +38,9 @@ td + td, th + th { text-align: right }
 
 def report_charts(report: RunReport) -> list[Chart]:
     """All pictures of a run: its last recorded step, then memory over the run."""
-    charts = step_charts(report.records[-1]) if report.records else []
-    run = over_run(
-        report.rows,
-        (
-            ("memory/activations_resident_peak_gib", "saved activations in memory", "activations"),
-            ("memory/activations_saved_peak_gib", "with all of them kept", "keep"),
-            ("memory/device_peak_gib", "device", "measure"),
-        ),
-        title="Peaks over the run",
-    )
+    charts = step_charts(report.record) if report.record is not None else []
     if len(report.rows) > 1:
-        charts += [chart for chart in (run, overhead_over_run(report.rows)) if chart.series]
+        charts += [chart for chart in (over_run(report.rows), overhead_over_run(report.rows)) if chart.series]
     return charts
 
 
@@ -59,7 +50,11 @@ def render_page(report: RunReport) -> str:
     Raises:
         ImportError: Matplotlib is not installed.
     """
-    pictures = {chart.key: _picture(chart) for chart in report_charts(report)}
+    pictures = {}
+    for chart in report_charts(report):
+        picture = draw_svg(replace(chart, title=""))  # in the page it may take two lines
+        head = f"<h3>{escape(chart.title)}</h3>"
+        pictures[chart.key] = f'{head}<div class="wide" id="chart-{chart.key}">{picture}</div>'
     body = "\n".join(
         [
             f"<h1>{escape(report.title)}</h1>",
@@ -81,11 +76,6 @@ def render_page(report: RunReport) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(report.title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
-
-
-def _picture(chart: Chart) -> str:
-    picture = draw_svg(replace(chart, title=""))  # in the page it may take two lines
-    return f'<h3>{escape(chart.title)}</h3><div class="wide" id="chart-{chart.key}">{picture}</div>'
 
 
 def _section(title: str, *parts: str | None) -> str:
@@ -113,9 +103,9 @@ def _fit(report: RunReport) -> str:
 
 
 def _cost(report: RunReport) -> str:
-    if not report.records:
+    record = report.record
+    if record is None:
         return ""
-    record = report.records[-1]
     rows = [
         (phase, f"{record.phase_s(phase):.3f} s", f"{record.waited_s(phase):.3f} s")
         for phase in ("data", "forward", "backward", "update")

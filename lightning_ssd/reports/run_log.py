@@ -1,4 +1,4 @@
-"""Keep what a report needs while the run goes on: rows of metrics and recorded steps, in bounded memory."""
+"""Keep what a report needs while the run goes on, in bounded memory: rows of metrics, and the last recorded step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from lightning_ssd.telemetry.step_record import StepRecord
 __all__ = ["RunLog"]
 
 _MAX_ROWS = 2000
-_MAX_RECORDS = 3
-_FIRST = 2
 
 
 class RunLog:
-    """Rows over the whole run, and the last few recorded steps.
+    """Rows over the whole run, and the last recorded step.
 
     Steps 2, 4, 8, 16 ... are recorded, and the last one: the first ones tell how a plan comes about, the last one
     what came of it. What recording costs is a smaller and smaller share of the run.
@@ -23,15 +21,14 @@ class RunLog:
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         """With their ``step``, oldest first."""
-        self.records: list[StepRecord] = []
-        """Oldest first."""
+        self.record: StepRecord | None = None
         self._every = 1
         self._num_rows = 0
 
     @staticmethod
     def wants_record(step: int) -> bool:
         """Whether this optimizer step (the first one is 1) is to be recorded."""
-        return step >= _FIRST and step & (step - 1) == 0
+        return step > 1 and step & (step - 1) == 0
 
     def add_row(self, step: int, row: Mapping[str, float]) -> None:
         """Keep a row; of long runs every second, fourth, eighth one."""
@@ -41,7 +38,3 @@ class RunLog:
         if len(self.rows) > _MAX_ROWS:
             self.rows = self.rows[::2]
             self._every *= 2
-
-    def add_record(self, record: StepRecord) -> None:
-        """Keep a recorded step; the oldest goes."""
-        self.records = [*self.records, record][-_MAX_RECORDS:]

@@ -17,7 +17,7 @@ from lightning_ssd.telemetry.step_record import StepRecord
 __all__ = ["JSON_NAME", "RunReport", "load_report"]
 
 JSON_NAME = "report.json"
-_FORMAT = 1
+_FORMAT = 2
 _GIB = 1 << 30
 
 
@@ -55,13 +55,13 @@ class RunReport:
     """All steps merged into one row of the metrics' table."""
     rows: Sequence[Mapping[str, float]] = ()
     """Rows that were logged, with ``step``."""
-    records: Sequence[StepRecord] = ()
-    """Steps that were recorded, in order."""
+    record: StepRecord | None = None
+    """The last step that was recorded."""
 
     def to_json(self) -> str:
         """The file's text."""
         content = asdict(self)
-        content["records"] = [record.to_json() for record in self.records]
+        content["record"] = None if self.record is None else self.record.to_json()
         return json.dumps(_finite({"format": _FORMAT, **content}), default=os.fspath, allow_nan=False)
 
     @property
@@ -98,14 +98,11 @@ class RunReport:
 def _finite(value: Any) -> Any:
     """Return the value without entries whose numbers JSON does not have."""
     if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items() if _is_finite(part)}
+        known = ((key, part) for key, part in value.items() if not isinstance(part, float) or math.isfinite(part))
+        return {key: _finite(part) for key, part in known}
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
     return value
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def load_report(run: str | os.PathLike[str]) -> RunReport:
@@ -123,9 +120,7 @@ def load_report(run: str | os.PathLike[str]) -> RunReport:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content.pop("format") != _FORMAT:
             raise ValueError("it is of another version")
-        content["records"] = [StepRecord.from_json(record) for record in content["records"]]
-        # Reports of 27 November 2026 and before have the drives' rates apart.
-        content["machine"] = {**content.pop("rates", {}), **content.get("machine", {})}
+        content["record"] = None if content["record"] is None else StepRecord.from_json(content["record"])
         unknown = set(content) - {one.name for one in fields(RunReport)}
         if unknown:
             raise ValueError(f"it has {', '.join(sorted(unknown))}")

@@ -60,7 +60,10 @@ def _headline(report: RunReport) -> str:
     if not report.saved_pct:
         all_stay = f"at the peak all {format_sizes(saved)[0]} of saved activations are in memory"
         return f"{'' if others else 'nothing saved: '}{all_stay}, because {_why_nothing_is_saved(report)}"
-    return f"saved activations {describe_held(report.settled_bytes, report.held('saved'))}{_cost(report)}"
+    plan = report.plan  # what moving took is of the steps that the memory is of
+    took = 100 * plan["measured_overhead"] if plan is not None and plan["moved_bytes"] else None
+    cost = "" if took is None else f", cost {took:.1f} % of the step time"
+    return f"saved activations {describe_held(report.settled_bytes, report.held('saved'))}{cost}"
 
 
 def _why_nothing_is_saved(report: RunReport) -> str:
@@ -78,14 +81,6 @@ def _why_nothing_is_saved(report: RunReport) -> str:
     if report.lacks_whole_pages:
         return "without THP_MEM_ALLOC_ENABLE=1 moving costs more (page faults) than it gains"
     return f"moving costs more than max_slowdown={policy['max_slowdown']} allows, or gains too little"
-
-
-def _cost(report: RunReport) -> str:
-    """Return what moving took, of the steps that the headline's memory is of."""
-    plan = report.plan
-    if plan is None or not plan["moved_bytes"]:
-        return ""
-    return f", cost {100 * plan['measured_overhead']:.1f} % of the step time"
 
 
 def _drives(report: RunReport) -> str:

@@ -59,7 +59,6 @@ class DirectAlignment(NamedTuple):
 class DirectoryFacts:
     """Facts of the file system and the drive of a directory."""
 
-    path: Path
     file_system: str
     """Type as in ``/proc/self/mountinfo``, such as "ext4"; "unknown" where that cannot be read."""
     device: str
@@ -83,14 +82,13 @@ def inspect_directory(path: str | os.PathLike[str]) -> DirectoryFacts:
     """Look, without writing. The directory must exist."""
     path = Path(path)
     file_system, device = _mount_of(path)
-    space = os.statvfs(path)
+    space, rotational = os.statvfs(path), _read_queue(os.stat(path).st_dev, "rotational")
     return DirectoryFacts(
-        path=path,
         file_system=file_system,
         device=device,
         is_memory=file_system in _MEMORY_TYPES,
         is_network=file_system in _NETWORK_TYPES,
-        is_rotational=_read_flag(os.stat(path).st_dev, "rotational"),
+        is_rotational=None if rotational is None else bool(rotational),
         free_bytes=space.f_bavail * space.f_frsize,
         total_bytes=space.f_blocks * space.f_frsize,
     )
@@ -180,11 +178,6 @@ def _read_queue(device: int, name: str) -> int | None:
         except (OSError, ValueError):
             continue  # no block device below (overlay, btrfs, zfs), no sysfs, or an old kernel: the next may know
     return None
-
-
-def _read_flag(device: int, name: str) -> bool | None:
-    value = _read_queue(device, name)
-    return None if value is None else bool(value)
 
 
 def _mount_of(path: Path) -> tuple[str, str]:

@@ -41,7 +41,7 @@ class KvikioBackend:
     def __init__(self, *, device_type: str = "cuda", gds: bool = True) -> None:
         self._kvikio = _import_kvikio()
         self.moves_device_memory = device_type == "cuda"
-        available, self.why = _gds_status(self._kvikio)
+        available, self.why = gds_status()
         gds = gds and available
         self.name = "kvikio GDS" if gds else "kvikio POSIX"
         # Under OFF a file that cannot use GDS is refused; AUTO, the default, would fall back in silence.
@@ -80,7 +80,8 @@ class KvikioBackend:
                 f"{arena.directory} was opened by another backend; open arenas with the one that uses them"
             )
         what = f"cannot {verb} {region.nbytes:,} bytes at offset {offset:,} of the spill file in {arena.directory}"
-        memory: Any = _DeviceBytes(region) if self.moves_device_memory else _host_bytes(region)
+        host_bytes = ctypes.c_ubyte * region.nbytes
+        memory: Any = _DeviceBytes(region) if self.moves_device_memory else host_bytes.from_address(region.address)
         if offset + region.nbytes > arena.size_bytes:
             raise ShortTransferError(errno.EIO, f"{what}: the file has {arena.size_bytes:,} bytes")
         with arena.use(writes=region.nbytes if verb == "write" else 0):
@@ -101,7 +102,18 @@ def gds_status() -> tuple[bool, str]:
     Raises:
         BackendUnavailableError: if kvikio or the CUDA driver is missing or does not load.
     """
-    return _gds_status(_import_kvikio())
+    kvikio = _import_kvikio()
+    if kvikio.defaults.is_compat_mode_preferred():
+        return False, "kvikio prefers compatibility mode: no libcufile, WSL, or /run/udev is not readable (containers)"
+    try:
+        driver = kvikio.cufile_driver
+        if not driver.get("is_gds_available"):
+            return False, "the nvidia-fs kernel driver is not loaded"
+        if driver.get("allow_compat_mode"):
+            return True, "GDS is available; cuFile's own compatibility mode is allowed and may be taken for some files"
+    except _KVIKIO_ERRORS as error:
+        return False, f"cuFile did not say whether GDS is available: {error}"
+    return True, "GDS is available and cuFile's own compatibility mode is off"
 
 
 class _KvikioArena(Arena):
@@ -138,10 +150,6 @@ class _DeviceBytes:
         }
 
 
-def _host_bytes(region: Region) -> ctypes.Array[ctypes.c_ubyte]:
-    return (ctypes.c_ubyte * region.nbytes).from_address(region.address)
-
-
 def _import_kvikio() -> Any:
     try:
         import kvikio
@@ -160,18 +168,3 @@ def _import_kvikio() -> Any:
             f'kvikio needs the CUDA driver ({error}); use HardwareProfile(backend="posix") on machines without a GPU'
         ) from error
     return kvikio
-
-
-def _gds_status(kvikio: Any) -> tuple[bool, str]:
-    """Whether GDS is used, and why (not), in kvikio's and cuFile's own words."""
-    if kvikio.defaults.is_compat_mode_preferred():
-        return False, "kvikio prefers compatibility mode: no libcufile, WSL, or /run/udev is not readable (containers)"
-    try:
-        driver = kvikio.cufile_driver
-        if not driver.get("is_gds_available"):
-            return False, "the nvidia-fs kernel driver is not loaded"
-        if driver.get("allow_compat_mode"):
-            return True, "GDS is available; cuFile's own compatibility mode is allowed and may be taken for some files"
-    except _KVIKIO_ERRORS as error:
-        return False, f"cuFile did not say whether GDS is available: {error}"
-    return True, "GDS is available and cuFile's own compatibility mode is off"

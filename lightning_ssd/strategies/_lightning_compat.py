@@ -21,7 +21,7 @@ from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_processes
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE as is_interactive
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook as register_comm_hook
 from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
@@ -167,11 +167,6 @@ def is_compiled_by_lightning(module: pl.LightningModule) -> bool:
 def is_named(value: object, name: str) -> bool:
     """Tell whether a class of that name, of either package, is among the value's classes."""
     return any(base.__name__ == name for base in type(value).__mro__)
-
-
-def is_interactive() -> bool:
-    """Tell whether this is a notebook or a prompt: ``_IS_INTERACTIVE`` in ``lightning.fabric.utilities.imports``."""
-    return _IS_INTERACTIVE
 
 
 def make_launcher(

@@ -50,7 +50,11 @@ def _shape(value: Any, depth: int) -> Hashable:
         return value.dim() if value.is_nested else tuple(value.shape), value.dtype
     if depth > 0:
         if isinstance(value, Mapping):
-            return tuple((_name(key), _shape(item, depth - 1)) for key, item in value.items())
+            # Keys that are no text count by type, because numbers and tensors may differ in each batch.
+            return tuple(
+                (key if isinstance(key, str) else type(key).__name__, _shape(item, depth - 1))
+                for key, item in value.items()
+            )
         if isinstance(value, list | tuple):
             return tuple(_shape(item, depth - 1) for item in value)
         if is_dataclass(value) and not isinstance(value, type):
@@ -58,8 +62,3 @@ def _shape(value: Any, depth: int) -> Hashable:
             return tuple(_shape(getattr(value, field.name, None), depth - 1) for field in fields(value))
     # Only the type: numbers (the index of the batch) change in each step, and do not change what is saved.
     return type(value).__name__
-
-
-def _name(key: object) -> str:
-    """Return a key if it is a text, else its type, because numbers and tensors may differ in each batch."""
-    return key if isinstance(key, str) else type(key).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from typing_extensions import override
 
-from lightning_ssd.activations.dtensor_hooks import unwrapped_within
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.errors import ConfigError
@@ -58,13 +56,8 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
         save_distributed_checkpoint: each process writes its shards into a directory. ``False``: rank zero collects the
             full weights and states, which have to fit into its memory, and writes one file. On a GPU that is refused
             with ``optimizer_states="offload"``.
-        accelerator: set by the Trainer; CPU and CUDA are supported, others where Lightning provides them.
-        parallel_devices: set by the Trainer.
-        cluster_environment: how processes find each other; default: detected.
-        checkpoint_io: writes full checkpoints; default: Lightning's.
-        precision_plugin: set by the Trainer from ``precision``.
-        process_group_backend: "nccl", "gloo"; default: by device.
-        timeout: timeout of the process group; default: Lightning's own.
+        timeout: timeout of the process group; default: Lightning's own. Others are those of
+            :class:`~lightning_ssd.strategies.ssd_offload.SSDOffloadStrategy`.
 
     Raises:
         ConfigError: a size is not "auto" or a whole number above 0, or the policy has ``master_weights=True``. The
@@ -176,10 +169,6 @@ class SSDOffloadFSDPStrategy(OffloadMixin, ModelParallelStrategy):
                 states = saved_in_full(checkpoint, path, number, self.module, optimizer)
             optimizer.load_state_dict(states)
         return checkpoint
-
-    @override
-    def _inside_saving(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        return unwrapped_within(saving)
 
 
 def _check_size(name: str, size: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch._dynamo.eval_frame import OptimizedModule
 from typing_extensions import override
 
+from lightning_ssd.activations.dtensor_hooks import unwrapped_within
 from lightning_ssd.common.validation import expect
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.offloader import Offloader
@@ -50,9 +51,8 @@ class OffloadMixin(WithModule):
         hardware: HardwareProfile | None,
         log_metrics: bool,
         *others: Any,
-        **named: Any,
     ) -> None:
-        super().__init__(*others, **named)
+        super().__init__(*others)
         self.policy, self.hardware = check_options(policy, hardware)
         expect(f"{type(self).__name__}.log_metrics", log_metrics, bool, "True or False")
         self._monitor = DefaultMonitor() if log_metrics else None
@@ -185,16 +185,13 @@ class OffloadMixin(WithModule):
             return super().training_step(*args, **kwargs)  # after fit nothing is offloaded
         num_borders = session.num_borders
         saving = session.offloader.saved_tensors(signature=signature_of((args, kwargs), self.module))
-        with session.translated(), saving, self._inside_saving(saving):
+        shards = unwrapped_within(saving) if self.is_sharded else nullcontext()
+        with session.translated(), saving, shards:
             output = super().training_step(*args, **kwargs)
         if not self.module.automatic_optimization and session.num_borders == num_borders:
             # Manual optimization may call loss.backward() itself, without post_backward().
             session.end_backward()
         return output
-
-    def _inside_saving(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """Return a context for more hooks, above the offloader's."""
-        return nullcontext()
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -208,12 +205,9 @@ def _compiled_whole(module: pl.LightningModule) -> str | None:
     """Return the name of a compiled part with more than half of the parameters, in which blocks have no order left."""
     if is_compiled_by_lightning(module):
         return type(module).__name__
+    half = sum(parameter.numel() for parameter in module.parameters()) / 2
     for name, child in module.named_modules():
         is_compiled = isinstance(child, OptimizedModule) or child._compiled_call_impl is not None
-        if is_compiled and 2 * _num_parameters(child) > _num_parameters(module):
+        if is_compiled and sum(parameter.numel() for parameter in child.parameters()) > half:
             return f"{type(module).__name__}.{name}" if name else type(module).__name__
     return None
-
-
-def _num_parameters(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -46,7 +46,7 @@ def check_launch(strategy: Any, takes_it: str, device: torch.device) -> None:
         )
     if num_processes <= 1:
         return
-    if is_interactive() and strategy._start_method != "fork":
+    if is_interactive and strategy._start_method != "fork":
         raise ConfigError(
             f"{name} got {strategy.num_processes} devices in an interactive session with "
             f"start_method={strategy._start_method!r}, which cannot run there. Write devices=1, or "

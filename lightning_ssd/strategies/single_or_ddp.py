@@ -15,11 +15,8 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import prepare_for_backward
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -27,9 +24,8 @@ from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_ssd.errors import ConfigError
 from lightning_ssd.strategies import _lightning_compat as compat
-from lightning_ssd.strategies.processes import StartMethod, check_start_method
+from lightning_ssd.strategies.processes import StartMethod
 
 __all__ = ["SingleOrDDPStrategy", "WithModule"]
 
@@ -60,38 +56,20 @@ class WithModule(ParallelStrategy):
 class SingleOrDDPStrategy(WithModule):
     """Data parallel training with as little machinery as the number of processes needs."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator | None,
-        parallel_devices: list[torch.device] | None,
-        cluster_environment: ClusterEnvironment | None,
-        checkpoint_io: CheckpointIO | None,
-        precision_plugin: Precision | None,
-        *,
-        process_group_backend: str | None,
-        timeout: timedelta | None,
-        start_method: StartMethod,
-        ddp_comm_state: object | None,
-        ddp_comm_hook: Callable[..., Any] | None,
-        ddp_comm_wrapper: Callable[..., Any] | None,
-        ddp_arguments: dict[str, Any],
-    ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        check_start_method(self, start_method)
-        if compat.is_named(ddp_comm_state, "PostLocalSGDState"):
-            raise ConfigError(
-                f"{type(self).__name__}.ddp_comm_state is a PostLocalSGDState, and this strategy averages no models "
-                "between steps, as post-local SGD has to. Use another hook, or Lightning's DDPStrategy"
-            )
-        self.num_nodes = 1
-        self.process_group_backend = process_group_backend
-        self._timeout = timeout
-        self._start_method = start_method
-        self._hook = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
-        self._ddp_arguments = ddp_arguments
+    # Set by the constructor of the class that has these arguments.
+    process_group_backend: str | None
+    _timeout: timedelta | None
+    _start_method: StartMethod
+    _hook: tuple[object | None, Callable[..., Any] | None, Callable[..., Any] | None]
+    _ddp_arguments: dict[str, Any]
+
+    num_nodes = 1
+    _static_graph_started = False
+    _fitting = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._forward_redirection = compat.DDPForwardRedirection()
-        self._static_graph_started = False
-        self._fitting = False
 
     # -- who and where -------------------------------------------------------------------------------------------
 

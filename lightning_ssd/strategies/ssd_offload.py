@@ -15,8 +15,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
+from lightning_ssd.errors import ConfigError
+from lightning_ssd.strategies._lightning_compat import is_named
 from lightning_ssd.strategies.mixin import OffloadMixin
-from lightning_ssd.strategies.processes import StartMethod, check_launch, check_model, ddp_arguments
+from lightning_ssd.strategies.processes import (
+    StartMethod,
+    check_launch,
+    check_model,
+    check_start_method,
+    ddp_arguments,
+)
 from lightning_ssd.strategies.single_or_ddp import SingleOrDDPStrategy
 
 __all__ = ["SSDOffloadStrategy"]
@@ -93,19 +101,23 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
             cluster_environment,
             checkpoint_io,
             precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            ddp_arguments=ddp_arguments(
-                find_unused_parameters=find_unused_parameters,
-                static_graph=static_graph,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                broadcast_buffers=broadcast_buffers,
-                bucket_cap_mb=bucket_cap_mb,
-            ),
+        )
+        check_start_method(self, start_method)
+        if is_named(ddp_comm_state, "PostLocalSGDState"):
+            raise ConfigError(
+                f"{type(self).__name__}.ddp_comm_state is a PostLocalSGDState, and this strategy averages no models "
+                "between steps, as post-local SGD has to. Use another hook, or Lightning's DDPStrategy"
+            )
+        self.process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method = start_method
+        self._hook = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
+        self._ddp_arguments = ddp_arguments(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
         )
 
     @override

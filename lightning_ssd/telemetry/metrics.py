@@ -357,7 +357,9 @@ class MetricWindow:
             elif metric.merge == "last":
                 self._values[metric.key] = value
             else:
-                weight = _weight(metric, value, sample, moved)
+                weight = moved if metric.merge == "bytes_weighted" else 1.0
+                if metric.merge == "rate":  # weighs as long as it lasted, so that all bytes go over all busy time
+                    weight = sample.get(_RATES[metric.key], 0.0) / value if value > 0 else 0.0
                 self._values[metric.key] = (before or 0.0) + value * weight
                 self._weights[metric.key] = self._weights.get(metric.key, 0.0) + weight
 
@@ -373,29 +375,17 @@ class MetricWindow:
         return row
 
 
-def _weight(metric: Metric, value: float, sample: Mapping[str, float], moved: float) -> float:
-    """A rate weighs as long as it lasted, so that the merged one is all bytes over all busy time."""
-    if metric.merge == "rate":
-        return sample.get(_RATES[metric.key], 0.0) / value if value > 0 else 0.0
-    return moved if metric.merge == "bytes_weighted" else 1.0
-
-
 def merge_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge the rows of several processes into one, by :attr:`Metric.ranks`. A key that no process has is absent."""
-    merged = {"memory/worst_rank": float(_worst_rank(rows))}
+    # The process that takes most memory: of its device, else of the host.
+    keys = ("memory/device_peak_gib", "memory/host_peak_gib")
+    peaks = next(([row.get(key, -1.0) for row in rows] for key in keys if any(key in row for row in rows)), [0.0])
+    merged = {"memory/worst_rank": float(peaks.index(max(peaks)))}
     for metric in METRICS:
         values = [row[metric.key] for row in rows if metric.key in row]
         if values:
             merged[metric.key] = _OVER_RANKS[metric.ranks](values)
     return merged
-
-
-def _worst_rank(rows: Sequence[Mapping[str, float]]) -> int:
-    """Number of the process that takes most memory: of its device, else of the host."""
-    for key in ("memory/device_peak_gib", "memory/host_peak_gib"):
-        if any(key in row for row in rows):
-            return max(range(len(rows)), key=lambda rank: rows[rank].get(key, -1.0))
-    return 0
 
 
 _OVER_RANKS: dict[Ranks, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "mean": mean, "sum": math.fsum}

@@ -1,9 +1,9 @@
-"""Counters of one offloader: a mutable set inside, a frozen snapshot outside."""
+"""Counters of one offloader, and frozen snapshots of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import FrozenInstanceError, dataclass, fields
 from operator import add, attrgetter
 from typing import Any
 
@@ -25,9 +25,9 @@ def saved_pct(held_bytes: float, saved_bytes: float) -> int | None:
     return round(100 * (1 - held_bytes / saved_bytes)) if saved_bytes else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OffloadStats:
-    """Totals since the offloader was opened (peaks: since the last :meth:`Offloader.reset_peaks`)."""
+@dataclass(kw_only=True, slots=True)
+class Counters:
+    """Count what moves and what is held. The tensor cache has one, which its lock guards."""
 
     bytes_saved: int = 0
     """Unique saved storages handed to us that are at least ``min_tensor_bytes`` large (parameters excluded)."""
@@ -96,13 +96,38 @@ class OffloadStats:
     weights_kept_bytes: int = 0
     """Weights that could wait and stay in memory, which has room for them (``parameters="auto"``)."""
 
+    @property
+    def bytes_come(self) -> int:
+        """Bytes that were saved, or brought back from a drive, in the whole run."""
+        return self.bytes_saved + self.bytes_read
+
+    @property
+    def num_packed(self) -> int:
+        """Tensors that autograd has handed to us, but for those of a storage that was saved already."""
+        return self.num_saved + self.num_kept_small + self.num_kept_foreign + self.num_kept_parameters
+
+    def snapshot(self) -> OffloadStats:
+        """Return a frozen copy."""
+        return OffloadStats(**dict(zip(_NAMES, _values_of(self), strict=True)))
+
+
+class OffloadStats(Counters):
+    """Totals since the offloader was opened (peaks: since the last :meth:`Offloader.reset_peaks`), frozen."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(self, name):  # the constructor sets each once
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
+
     def __add__(self, other: OffloadStats) -> OffloadStats:
         """Add all counters: the cache, weights and optimizers each count their own part."""
-        return OffloadStats(**dict(zip(_TOTALS, map(add, _totals_of(self), _totals_of(other)), strict=True)))
+        return OffloadStats(**dict(zip(_NAMES, map(add, _values_of(self), _values_of(other)), strict=True)))
 
 
-_TOTALS = tuple(field.name for field in fields(OffloadStats))
-_totals_of: Callable[[OffloadStats], tuple[Any, ...]] = attrgetter(*_TOTALS)
+_NAMES = tuple(field.name for field in fields(Counters))
+_values_of: Callable[[Counters], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,54 +146,6 @@ class SavedBytes:
     def drive_bytes(self) -> int:
         """On drives."""
         return self.saved_bytes - self.resident_bytes - self.host_bytes
-
-
-@dataclass(kw_only=True, slots=True)
-class Counters:
-    """Counters of the tensor cache itself; same names and meanings as in :class:`OffloadStats`. Its lock guards it."""
-
-    bytes_saved: int = 0
-    bytes_kept: int = 0
-    bytes_written: int = 0
-    bytes_read: int = 0
-    bytes_host: int = 0
-    bytes_forwarded: int = 0
-    writes_cancelled_bytes: int = 0
-    bytes_held_elsewhere: int = 0
-    stall_s: float = 0.0
-    stall_backward_s: float = 0.0
-    hook_s: float = 0.0
-    cpu_s: float = 0.0
-    resident_bytes: int = 0
-    resident_peak_bytes: int = 0
-    settled_peak_bytes: int = 0
-    saved_peak_bytes: int = 0
-    recomputed_bytes: int = 0
-    num_saved: int = 0
-    num_kept_small: int = 0
-    num_kept_foreign: int = 0
-    num_kept_parameters: int = 0
-    num_plain_passes: int = 0
-    failures: int = 0
-    fallbacks: int = 0
-
-    @property
-    def bytes_come(self) -> int:
-        """Bytes that were saved, or brought back from a drive, in the whole run."""
-        return self.bytes_saved + self.bytes_read
-
-    @property
-    def num_packed(self) -> int:
-        """Tensors that autograd has handed to us, but for those of a storage that was saved already."""
-        return self.num_saved + self.num_kept_small + self.num_kept_foreign + self.num_kept_parameters
-
-    def snapshot(self) -> OffloadStats:
-        """A frozen copy."""
-        return OffloadStats(**dict(zip(_NAMES, _values_of(self), strict=True)))
-
-
-_NAMES = tuple(field.name for field in fields(Counters))
-_values_of: Callable[[Counters], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

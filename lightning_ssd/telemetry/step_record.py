@@ -324,6 +324,8 @@ class StepRecorder:
         for life in self._open.values():
             self._keep(_ended(life, length_s, None))
         levels = list(self._levels)  # a last reading may be under way
+        times = ((one, max(one.start_s - self._begin_s, 0.0), one.end_s - self._begin_s) for one in self._events)
+        events = [(one, start, end) for one, start, end in times if 0 < end <= length_s]
         marks = [*self._marks, (length_s, "data")]
         phases = [Phase(name, begin, end) for (begin, name), (end, _) in pairwise(marks)]
         return StepRecord(
@@ -333,32 +335,15 @@ class StepRecorder:
             activations=tuple(_thinned(self._activations, lambda point: point.resident_bytes)),
             levels=tuple(_thinned(levels, lambda point: point.nbytes)),
             gradients=() if self._gradient_bytes is None else tuple(self._gradients),
-            moves=tuple(self._moves(length_s)),
-            waits=tuple(
-                Wait(max(event.start_s - self._begin_s, 0.0), event.end_s - self._begin_s)
-                for event in self._events
-                if isinstance(event, StallEvent) and self._is_inside(event, length_s)
+            moves=tuple(
+                Move(one.direction, _lane(one), one.nbytes, start, end)
+                for one, start, end in events
+                if isinstance(one, TransferEvent) and not one.failed
             ),
+            waits=tuple(Wait(start, end) for one, start, end in events if isinstance(one, StallEvent)),
             lives=tuple(sorted((life for _, _, life in self._lives), key=lambda life: life.saved_s)),
             **self._sizes,
         )
-
-    def _moves(self, length_s: float) -> list[Move]:
-        done = [e for e in self._events if isinstance(e, TransferEvent) and not e.failed]
-        return [
-            Move(
-                event.direction,
-                event.tier if event.drive is None else f"{event.tier} {event.drive}",
-                event.nbytes,
-                max(event.start_s - self._begin_s, 0.0),
-                event.end_s - self._begin_s,
-            )
-            for event in done
-            if self._is_inside(event, length_s)
-        ]
-
-    def _is_inside(self, event: Event, length_s: float) -> bool:
-        return 0 < event.end_s - self._begin_s <= length_s
 
     def _now(self) -> float:
         return time.perf_counter() - self._begin_s
@@ -387,6 +372,10 @@ class StepRecorder:
             self._levels = _thinned(self._levels, lambda level: level.nbytes, _MAX_ROWS // 2)
             self._every_s *= 2
         return self._every_s
+
+
+def _lane(event: TransferEvent) -> str:
+    return event.tier if event.drive is None else f"{event.tier} {event.drive}"
 
 
 def _sample(recorder: weakref.ref[StepRecorder]) -> None:

@@ -18,7 +18,7 @@ def told(report, words):
 
 
 def test_a_good_run_needs_nothing():
-    assert advise(made_report(records=(made_record(waits=(), weight_bytes=9 * MIB),))) == [
+    assert advise(made_report(record=made_record(waits=(), weight_bytes=9 * MIB))) == [
         "Nothing needs to change: keep these settings."
     ]
 
@@ -26,7 +26,7 @@ def test_a_good_run_needs_nothing():
 def test_reads_that_are_waited_for_name_the_rate_and_a_budget():
     moves = (Move("read", "ssd", 500 * MIB, 1.0, 1.5),)
     waited = (Wait(1.1, 1.4),)
-    report = made_report(records=(made_record(moves=moves, waits=waited),))
+    report = made_report(record=made_record(moves=moves, waits=waited))
     sentence = told(report, "are the limit")
     assert "waited 0.3 s of a step of 2.5 s" in sentence
     assert "1 GB/s" in sentence
@@ -36,15 +36,15 @@ def test_reads_that_are_waited_for_name_the_rate_and_a_budget():
     assert "activation_budget" not in (told(all_fits, "are the limit") or "activation_budget")
     no_read, short = made_record(moves=(), waits=waited), made_record(moves=moves, waits=(Wait(1.1, 1.14),))
     for record in (no_read, short):
-        assert told(made_report(records=(record,)), "are the limit") is None
+        assert told(made_report(record=record), "are the limit") is None
 
 
 def test_forward_that_waits_for_room():
-    report = made_report(records=(made_record(waits=(Wait(0.2, 0.7),)),))
+    report = made_report(record=made_record(waits=(Wait(0.2, 0.7),)))
     sentence = told(report, "for room")
     assert "Forward waited 0.5 s" in sentence
     assert "activation_budget=" in sentence
-    assert told(made_report(records=(made_record(waits=(Wait(2.1, 2.4),)),)), "The optimizer's step waited") is not None
+    assert told(made_report(record=made_record(waits=(Wait(2.1, 2.4),))), "The optimizer's step waited") is not None
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_rules(changes, words):
 )
 def test_the_next_rung_is_the_largest_part_with_the_line_to_paste(policy, rung):
     record = made_record(waits=(), state_bytes=37 * MIB, weight_bytes=19 * MIB, gradient_bytes=5 * MIB)
-    toy = {"records": (record,), "stats": {**STATS, "settled_peak_bytes": 11 * MIB}, "policy": {**POLICY, **policy}}
+    toy = {"record": record, "stats": {**STATS, "settled_peak_bytes": 11 * MIB}, "policy": {**POLICY, **policy}}
     well = "Nothing needs to change: keep these settings."
     assert advise(made_report(**toy)) == [well if rung is None else f"{well} For less memory {rung}"]
     assert (
@@ -145,9 +145,9 @@ def test_every_line_to_write_is_taken(activations):
     """By the policy of the run that is advised."""
     policy = {**POLICY, "activations": activations}
     reads = (Move("read", "ssd", 500 * MIB, 1.0, 1.5),)
-    records = (made_record(moves=reads, waits=(Wait(1.1, 1.4), Wait(0.1, 0.6))),)
+    record = made_record(moves=reads, waits=(Wait(1.1, 1.4), Wait(0.1, 0.6)))
     metrics = {**METRICS, "wear/drive_life_days": 90.0}
-    advised = advise(made_report(policy=policy, records=records, metrics=metrics))
+    advised = advise(made_report(policy=policy, record=record, metrics=metrics))
     small = {"num_kept_small": 3}
     advised += advise(made_report(policy=policy, stats=small)) + advise(
         made_report(policy={**policy, "min_tensor_bytes": "4KiB"}, stats=small)

@@ -236,7 +236,7 @@ def test_another_strategy_gets_one_warning_and_memory_peaks(tmp_path):
     assert monitor.summary.startswith("lightning_ssd: nothing was offloaded: the Trainer's strategy does not offload")
     report = load_report(tmp_path / "report")
     assert report.policy is None
-    assert not report.records
+    assert report.record is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.fit_loop.max_epochs += 1
@@ -278,16 +278,17 @@ def test_a_report_is_written_and_told_of(tmp_path, caplog):
     assert report.summary == monitor.summary
     assert report.num_steps == NUM_BATCHES
     assert [row["step"] for row in report.rows] == list(range(NUM_BATCHES))
-    assert [record.step for record in report.records] == [2, 4, NUM_BATCHES]
     for row in report.rows:
         phases = [row[f"io/stall_{phase}_s"] for phase in ("forward", "backward", "update")]
         assert sum(phases) == pytest.approx(row["io/stall_s"])
     assert report.machine["device"] == "cpu"
     assert report.machine["memory_bytes"] > report.peak_bytes
-    for record in report.records:
-        assert {phase.name for phase in record.phases} >= {"forward", "backward", "update"}
-        assert record.moves
-        assert record.weight_bytes > 0
+    record = report.record
+    assert record is not None
+    assert record.step == NUM_BATCHES
+    assert {phase.name for phase in record.phases} >= {"forward", "backward", "update"}
+    assert record.moves
+    assert record.weight_bytes > 0
     assert (tmp_path / "report" / "report.html").read_text().count("<svg") >= 4
 
 
@@ -312,7 +313,7 @@ def test_a_run_that_fails_leaves_a_report(where, error, tmp_path):
     num_steps = NUM_BATCHES if where == "on_train_epoch_end" else 2
     assert report.summary == f"The run ended early, after step {num_steps}: {error!r}"
     assert report.num_steps == num_steps
-    assert report.records
+    assert report.record is not None
     assert monitor.summary is None, "no verdict"
 
 
@@ -353,7 +354,7 @@ def test_micro_batches_of_a_step_are_one_row_and_one_record(tmp_path):
     assert [step for step, _ in rows] == [0, 1]
     written = sum(row["io.write_gib"] for _, row in rows) * 2**30
     assert 0 < written <= trainer.strategy.stats.bytes_written
-    (record,) = load_report(tmp_path / "report").records
+    record = load_report(tmp_path / "report").record
     assert [phase.name for phase in record.phases].count("forward") == 3
 
 
@@ -372,7 +373,7 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch):
 def test_a_validation_in_the_middle_of_a_step_is_no_part_of_it(tmp_path):
     monitor = OffloadMonitor(report_dir=tmp_path / "report", verdict=False)
     fit_monitored(tmp_path, monitor, accumulate_grad_batches=2, val_check_interval=1)
-    assert load_report(tmp_path / "report").records == []
+    assert load_report(tmp_path / "report").record is None
 
 
 def test_several_processes_log_when_all_of_them_do():

@@ -86,6 +86,6 @@ def made_report(**changes):
             {"step": float(step), "memory/activations_resident_peak_gib": 0.2, "memory/activations_saved_peak_gib": 0.3}
             for step in range(4)
         ),
-        "records": (made_record(waits=()),),
+        "record": made_record(waits=()),
     }
     return RunReport(**{**values, **changes})

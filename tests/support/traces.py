@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from hypothesis import strategies as st
 
@@ -9,7 +10,7 @@ from lightning_ssd.planning.lifetimes import Lifetimes
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.recompute_trace import input_of, recomputed
-from lightning_ssd.planning.simulator import Played, predict
+from lightning_ssd.planning.simulator import Replay
 from lightning_ssd.planning.trace import Trace, TracedBlock, TracedStorage
 
 KEEP, SSD, HOST = Placement.KEEP, Placement.SSD, Placement.HOST
@@ -133,17 +134,45 @@ def play(case, machine, plan):
     return simulate(other, kept, machine, limit_bytes=plan.limit_bytes, ahead_bytes=plan.ahead_bytes)
 
 
+class Played(NamedTuple):
+    """One move or stall of a played pass; times have the stalls before in them."""
+
+    what: str
+    start_s: float
+    end_s: float
+    nbytes: int
+    number: int
+    placement: Placement
+
+
+class Watched(Replay):
+    """Notes moves, stalls and the bytes in memory."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.noted, self.levels = [], []
+
+    def _note(self, what, start, end, index):
+        placement = self.lane_of[index].placement if what in ("write", "read") else KEEP
+        self.noted.append(Played(what, start, end, self.lives.sizes[index], index, placement))
+
+    def _occupy(self, index, now):
+        super()._occupy(index, now)
+        self.levels.append((now, self.resident))
+
+    def _leave(self, index, now, state):
+        super()._leave(index, now, state)
+        self.levels.append((now, self.resident))
+
+
 def simulate(case, placements, machine, *, limit_bytes, ahead_bytes):
     """Play a pass, and tell its moves, its stalls and the bytes in memory besides."""
-    log = list[Played]()
-    prediction = predict(
-        Lifetimes(case), placements, machine, limit_bytes=limit_bytes, ahead_bytes=ahead_bytes, log=log
-    )
-    resident = [(one.start_s, one.nbytes) for one in log if one.what == "resident"]
-    resident.append((case.end_s + prediction.stall_s, resident[-1][1] if resident else 0))
+    replay = Watched(Lifetimes(case), placements, machine, limit_bytes, ahead_bytes)
+    prediction = replay.play()
+    last = replay.levels[-1][1] if replay.levels else 0
     return SimpleNamespace(
         prediction=prediction,
-        moves=[one for one in log if one.what in ("write", "read")],
-        stalls=[one for one in log if one.what in ("room", "late")],
-        resident=resident,
+        moves=[one for one in replay.noted if one.what in ("write", "read")],
+        stalls=[one for one in replay.noted if one.what in ("room", "late")],
+        resident=[*replay.levels, (case.end_s + prediction.stall_s, last)],
     )
