@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.parameter_hooks import ParameterHooks
-from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, owned_together, parameters_of
+from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, parameters_of
 from lightning_ssd.parameters.units import is_plain, sharded_by_name
 
 __all__ = ["PagedGradients"]
@@ -59,7 +59,7 @@ class PagedGradients:
         freed: FreedMemory | None = None,
     ) -> None:
         self._files = files
-        self._waits = waits
+        self._waits = waits or (lambda parameter: True)
         self._freed = freed
         self._min_nbytes = max(min_nbytes, 1)
         self._hooks: dict[int, ParameterHooks] = {}
@@ -80,49 +80,40 @@ class PagedGradients:
         _counts_of_one()  # learnt now, because it needs a backward of its own
         self._forget()
         sharded = sharded_by_name(module)
-        whole = [p for name, p in module.named_parameters() if name not in sharded and self._takes(p)]
-        shards = list({id(s.parameter): s for s in sharded.values() if self._takes(local_of(s.parameter))}.values())
-        whole = [p for p in whole if p.requires_grad and (self._waits is None or self._waits(p))]
-        shards = [s for s in shards if s.parameter.requires_grad and (self._waits is None or self._waits(s.parameter))]
-        nbytes = sum(local_of(p).nbytes for p in (*whole, *(s.parameter for s in shards)))
-        waiting = {id(parameter) for parameter in whole}
-        for parameter in module.parameters():
-            if id(parameter) not in waiting and id(parameter) in self._hooks:
-                self._let_stay(id(parameter))
-        if self._freed is not None:
-            self._freed.expect(self._files.used_bytes + nbytes + self._to_come_bytes(waiting))
-        known = {id(hooks.parameter) for hooks in self._hooks.values()}
+        whole = {id(p): p for name, p in module.named_parameters() if name not in sharded and self._may_wait(p)}
+        shards = list({id(s.parameter): s for s in sharded.values() if self._may_wait(s.parameter)}.values())
+        for key in [id(parameter) for parameter in module.parameters()]:
+            if key in self._hooks and key not in whole:  # its weight has come back to stay, or it is trained no more
+                with self._lock:
+                    self._hooks.pop(key).remove()
+                    self._retire(key)
         told = [reduction.module for reduction in self._reductions]
-        new = [p for p in whole if id(p) not in known]
+        new = {key: parameter for key, parameter in whole.items() if key not in self._hooks}
         new_shards = [s for s in shards if all(s.group is not one for one in told)]
-        sizes = [p.nbytes for p in new] + [local_of(s.parameter).nbytes + VECTOR_BYTES for s in new_shards]
+        sizes = [p.nbytes for p in new.values()] + [local_of(s.parameter).nbytes + VECTOR_BYTES for s in new_shards]
         self._files.check_room(sizes, changes=True)
-        for parameter in new:
+        for key, parameter in new.items():
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._hooks[id(parameter)] = ParameterHooks(parameter, [register(self._accumulated)])
+            self._hooks[key] = ParameterHooks(parameter, [register(self._accumulated)])
         for group in {id(s.group): s.group for s in new_shards}.values():
             self._reductions.append(Reduction(group, self._reduced))
         for shard in sharded.values():
-            stays = self._waits is not None and not self._waits(shard.parameter)
-            (self._staying.add if stays else self._staying.discard)(id(shard.parameter))
+            (self._staying.discard if self._waits(shard.parameter) else self._staying.add)(id(shard.parameter))
         self._forget()  # of those that are to stay now
-        if nbytes:
+        waiting = [p for hooks in self._hooks.values() if (p := hooks.parameter) is not None]
+        waiting += [shard.parameter for shard in shards]
+        if self._freed is not None:
+            to_come = sum(local_of(p).nbytes for p in waiting if id(p) not in self._memory)
+            self._freed.expect(self._files.used_bytes + to_come)
+        if whole or shards:
+            nbytes = sum(local_of(p).nbytes for p in (*whole.values(), *(s.parameter for s in shards)))
             _log.info(
                 "each backward changes %s of gradients, which the system writes to the drive where memory is short",
                 format_sizes(nbytes)[0],
             )
 
-    def _to_come_bytes(self, counted: Collection[int]) -> int:
-        """Gradients of other modules that wait from the first backward on, without parameters that are counted."""
-        hooks = [self._hooks[key] for key in self._hooks if key not in counted and key not in self._memory]
-        return sum(parameter.nbytes for one in hooks if (parameter := one.parameter) is not None)
-
-    def _let_stay(self, key: int) -> None:
-        """The next gradients of a parameter stay: its weight has come back to stay, or it is trained no more."""
-        with self._lock:
-            self._hooks.pop(key).remove()
-            if key in self._memory:
-                self._retired.append(self._memory.pop(key))
+    def _may_wait(self, parameter: torch.Tensor) -> bool:
+        return self._takes(local_of(parameter)) and parameter.requires_grad and self._waits(parameter)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         return is_plain(tensor) and tensor.nbytes >= self._min_nbytes
@@ -142,19 +133,19 @@ class PagedGradients:
         del gradient, storage  # or they would count
         if is_whole and is_own and _counts(parameter) == _counts_of_one():
             with self._lock:
-                if not self._is_closed:
-                    self._exchange(parameter)
+                if not self._is_closed and parameter.grad is not None:
+                    waiting = self._moved(parameter, parameter.grad)
+                    if waiting is not None:
+                        parameter.grad = waiting
+                        self._memory[id(parameter)].send_out()
 
-    def _exchange(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        waiting = self._moved(parameter, gradient)
-        if waiting is not None:
-            parameter.grad = waiting
-            self._memory[id(parameter)].send_out()
+    def _reduced(self, group: Any, made: set[int]) -> None:
+        """FSDP2 has spread the gradients of a group: each process has its part of the sum.
 
-    def _reduced(self, group: Any) -> None:
-        """FSDP2 has spread the gradients of a group: each process has its part of the sum."""
+        Args:
+            group: FSDP2's.
+            made: numbers of the parameters whose gradients it has just made, and nothing else has.
+        """
         if os.getpid() != self._pid or all(id(parameter) in self._staying for parameter in parameters_of(group)):
             return
         moving = []
@@ -162,36 +153,30 @@ class PagedGradients:
             mapped = self._memory.get(id(parameter))
             if mapped is not None and mapped.key.cdata == local_of(gradient).untyped_storage()._cdata:
                 mapped.send_out()  # it was added to in place
-            else:
+            elif id(parameter) in made:
                 moving.append((parameter, gradient))
-        for members in owned_together(moving, group):
-            with self._lock:
-                if not self._is_closed:
-                    self._exchange_shards(members)
-
-    def _exchange_shards(self, members: Sequence[tuple[torch.Tensor, Any]]) -> None:
-        """All that lie in one memory, or it would stay."""
-        moved = [
-            self._moved(parameter, gradient._local_tensor)
-            if id(parameter) not in self._staying and self._takes(gradient._local_tensor)
-            else _copied(gradient._local_tensor)
-            for parameter, gradient in members
-        ]
-        if any(local is None for local in moved):
-            return
-        for (parameter, gradient), local in zip(members, moved, strict=True):
-            gradient._local_tensor = local
-            if (mapped := self._memory.get(id(parameter))) is not None:
-                mapped.send_out()
+        with self._lock:
+            if self._is_closed:
+                return
+            moved = [  # all of them, or the memory that they lie in would stay
+                self._moved(parameter, gradient._local_tensor)
+                if id(parameter) not in self._staying and self._takes(gradient._local_tensor)
+                else _copied(gradient._local_tensor)
+                for parameter, gradient in moving
+            ]
+            if any(local is None for local in moved):
+                return
+            for (parameter, gradient), local in zip(moving, moved, strict=True):
+                gradient._local_tensor = local
+                if (mapped := self._memory.get(id(parameter))) is not None:
+                    mapped.send_out()
 
     def _moved(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return these values in memory that shows a file; ``None``: there is no room."""
         mapped, start = self._memory.get(id(parameter)), gradient.data_ptr() % VECTOR_BYTES
         try:
             if mapped is None or (mapped.nbytes, mapped.start) != (gradient.nbytes, start) or mapped.key.alive():
-                if mapped is not None:
-                    self._retired.append(mapped)
-                    del self._memory[id(parameter)]
+                self._retire(id(parameter))
                 mapped = self._files.map_new(gradient.nbytes, start)
             waiting = TensorSpec.of(gradient)._replace(offset=0).view(mapped.show())
             self._memory[id(parameter)] = mapped
@@ -200,18 +185,20 @@ class PagedGradients:
             address = gradient.untyped_storage().data_ptr() + int(gradient.storage_offset()) * gradient.itemsize
             mapped.fill(Region(address, gradient.nbytes))
         except (StorageError, MemoryError) as error:
-            self._warn(error)
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"a gradient has no place to wait in ({error}); it stays in memory, as do others like it, and "
+                    "results are not affected",
+                    stacklevel=2,
+                )
             return None
         return waiting
 
-    def _warn(self, error: BaseException) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"a gradient has no place to wait in ({error}); it stays in memory, as do others like it, and results "
-                "are not affected",
-                stacklevel=3,
-            )
+    def _retire(self, key: int) -> None:
+        """Set aside the memory of a parameter's gradient, which the program may still have."""
+        if (mapped := self._memory.pop(key, None)) is not None:
+            self._retired.append(mapped)
 
     def _forget(self) -> None:
         """Give back the place of gradients that are gone."""
@@ -219,14 +206,13 @@ class PagedGradients:
             for key, hooks in list(self._hooks.items()):
                 if hooks.parameter is None:
                     del self._hooks[key]
-                    if key in self._memory:
-                        self._retired.append(self._memory.pop(key))
+                    self._retire(key)
             self._reductions = [reduction for reduction in self._reductions if reduction.module is not None]
             sharded = {id(p) for reduction in self._reductions for p in parameters_of(reduction.module)}
             self._staying &= sharded
             waiting = self._hooks.keys() | (sharded - self._staying)
             for key in self._memory.keys() - waiting:
-                self._retired.append(self._memory.pop(key))
+                self._retire(key)
             for mapped in [mapped for mapped in self._retired if not mapped.key.alive()]:
                 self._retired.remove(mapped)
                 mapped.forget()
