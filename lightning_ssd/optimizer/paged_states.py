@@ -19,7 +19,7 @@ from lightning_ssd.common.tensors import Piece
 from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
 from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own
-from lightning_ssd.optimizer.step.contract import is_elementwise, is_known, refuse_shared_memory
+from lightning_ssd.optimizer.step.contract import elementwise_kind, is_known, refuse_shared_memory
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
 from lightning_ssd.optimizer.step.layout import Layout, is_unchanged, moved_out, owned, settled
 from lightning_ssd.optimizer.step.master_weights import from_master, has_master, to_master
@@ -86,15 +86,10 @@ class PagedStates:
         """Which parameter's state is in which subgroup."""
         self.is_known = is_known(optimizer)
         """Whether this package knows that the optimizer updates each parameter by itself; else the user declared it."""
-        self._is_elementwise = is_elementwise(optimizer)
         self.master_weights = master_weights
-        self._trials = UpdateProbe(
-            inner_step,
-            optimizer,
-            is_elementwise=self._is_elementwise,
-            has_master=self.has_master,
-            state_of=self._state_of,
-        )
+        kind = elementwise_kind(optimizer)
+        self._is_elementwise = kind is not None
+        self._trials = UpdateProbe(optimizer, kind=kind, has_master=self.has_master)
         self.store = StateStore(
             files.tier,
             device=files.device,
@@ -262,12 +257,6 @@ class PagedStates:
 
     def _expected_bytes(self, index: int) -> int:
         return self.partition.subgroups[index].expected_bytes
-
-    def _state_of(self, parameter: torch.Tensor) -> State:
-        """Return a parameter's state for a trial, without lending it, because a step may be planned already."""
-        if parameter in self.lent:
-            return self.lent[parameter]
-        return self.read(parameter) if self.is_stored(parameter) else {}
 
     def _update(
         self, visit: Visit, whole: WholeStep | None, idle: Mapping[int, Sequence[torch.Tensor]], *, keep: bool
