@@ -66,7 +66,13 @@ def is_known(optimizer: Optimizer) -> bool:
 
 def _kind_run(kind: type[Optimizer], known_kinds: Collection[type[Optimizer]]) -> type[Optimizer] | None:
     known: Any = next((base for base in kind.__mro__ if any(base is known for known in known_kinds)), None)
-    if known is None or not all(_is_torchs(method) for base in known.__mro__ for method in vars(base).values()):
+    methods = [
+        without_hooks(method) for base in (() if known is None else known.__mro__) for method in vars(base).values()
+    ]
+    # The last two define the wrappers of deprecated methods. Other code has replaced what is elsewhere.
+    places = ("torch.", "typing_extensions", "warnings")
+    modules = [method.__globals__["__name__"] for method in methods if isinstance(method, FunctionType)]
+    if known is None or not all(module.startswith(places) for module in modules):
         return None
     own = {name for base in kind.__mro__ if base not in known.__mro__ for name in vars(base)} - {*_UNCALLED}
     called = [name for name in own if hasattr(known, name) and not name.startswith("__")]
@@ -74,14 +80,6 @@ def _kind_run(kind: type[Optimizer], known_kinds: Collection[type[Optimizer]]) -
         without_hooks(getattr(kind, name)) is without_hooks(getattr(known, name)) for name in called
     )
     return known if is_run else None
-
-
-def _is_torchs(method: Any) -> bool:
-    """Return whether a method of one of PyTorch's classes is PyTorch's own, and was not replaced."""
-    method = without_hooks(method)
-    # The last two define the wrappers of deprecated methods.
-    places = ("torch.", "typing_extensions", "warnings")
-    return not isinstance(method, FunctionType) or method.__globals__["__name__"].startswith(places)
 
 
 def refuse_undeclared(optimizer: Optimizer, declared: Collection[str]) -> None:
