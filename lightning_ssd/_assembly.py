@@ -216,14 +216,12 @@ def _open_in_files(
     stack.callback(pages.close)
     weights = gradients = freed = None
     if policy.parameters != "keep":
-        may_map_ahead = policy.memory_budget is None and residents is None  # else the room is for resident weights
         weights = MappedWeights(
             files,
             min_nbytes=policy.min_tensor_nbytes,
             trained=policy.optimizer_states == "offload",
             is_replicated=environment.is_replicated,
             residents=residents,
-            room=HostRoom(environment.num_local_processes) if may_map_ahead else None,
         )
         stack.callback(weights.close)
     if policy.gradients != "keep":
