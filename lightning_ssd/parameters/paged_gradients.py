@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.common.dtensor import local_of
+from lightning_ssd.common.dtensor import is_shard, local_of
 from lightning_ssd.common.formatting import format_sizes
+from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.tensors import Region, TensorSpec, holders
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.freed_memory import FreedMemory
@@ -29,7 +30,6 @@ from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.parameter_hooks import ParameterHooks
-from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, parameters_of
 from lightning_ssd.parameters.units import is_plain, sharded_by_name
 
 __all__ = ["PagedGradients"]
@@ -64,7 +64,7 @@ class PagedGradients:
         self._min_nbytes = max(min_nbytes, 1)
         self._hooks: dict[int, ParameterHooks] = {}
         """By the number of the parameter."""
-        self._reductions: list[Reduction] = []
+        self._reductions: list[_Reduction] = []
         self._staying: set[int] = set()
         """The sharded parameters whose gradients are to stay, by number."""
         self._memory: dict[int, MappedStorage] = {}
@@ -96,7 +96,7 @@ class PagedGradients:
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
             self._hooks[key] = ParameterHooks(parameter, [register(self._accumulated)])
         for group in {id(s.group): s.group for s in new_shards}.values():
-            self._reductions.append(Reduction(group, self._reduced))
+            self._reductions.append(_Reduction(group, self._reduced))
         for shard in sharded.values():
             (self._staying.discard if self._waits(shard.parameter) else self._staying.add)(id(shard.parameter))
         self._forget()  # of those that are to stay now
@@ -146,10 +146,10 @@ class PagedGradients:
             group: FSDP2's.
             made: numbers of the parameters whose gradients it has just made, and nothing else has.
         """
-        if os.getpid() != self._pid or all(id(parameter) in self._staying for parameter in parameters_of(group)):
+        if os.getpid() != self._pid or all(id(parameter) in self._staying for parameter in _parameters_of(group)):
             return
         moving = []
-        for parameter, gradient in gradients_of(group):
+        for parameter, gradient in _gradients_of(group):
             mapped = self._memory.get(id(parameter))
             if mapped is not None and mapped.key.cdata == local_of(gradient).untyped_storage()._cdata:
                 mapped.send_out()  # it was added to in place
@@ -208,7 +208,7 @@ class PagedGradients:
                     del self._hooks[key]
                     self._retire(key)
             self._reductions = [reduction for reduction in self._reductions if reduction.module is not None]
-            sharded = {id(p) for reduction in self._reductions for p in parameters_of(reduction.module)}
+            sharded = {id(p) for reduction in self._reductions for p in _parameters_of(reduction.module)}
             self._staying &= sharded
             waiting = self._hooks.keys() | (sharded - self._staying)
             for key in self._memory.keys() - waiting:
@@ -237,6 +237,44 @@ class PagedGradients:
             mapped.make_private()
         self._memory.clear()
         self._retired.clear()
+
+
+class _Reduction(MethodPatch):
+    """Tells when a group's gradients have been spread over the processes.
+
+    Not a hook of the parameters: there FSDP2 itself still holds the gradient.
+
+    Args:
+        group: FSDP2's.
+        reduced: called with it, and with the numbers (``id``) of the parameters whose gradients FSDP2 has just made.
+            Nothing but their parameters has these: hooks that get one before are the only code that could.
+    """
+
+    __slots__ = ("_reduced",)
+
+    def __init__(self, group: Any, reduced: Callable[[Any, set[int]], None]) -> None:
+        self._reduced = reduced
+        super().__init__(group, "post_backward", label="the group of shards")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        group = self.module
+        without = {id(parameter) for parameter in _parameters_of(group) if parameter.grad is None}
+        result = self.__wrapped__(*args, **kwargs)
+        if group is not None:
+            hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in _parameters_of(group))
+            self._reduced(group, set() if hooked or group._all_reduce_hook is not None else without)
+        return result
+
+
+def _parameters_of(group: Any) -> list[torch.Tensor]:
+    """The sharded parameters of a group of FSDP2's."""
+    return [] if group is None else [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
+
+
+def _gradients_of(group: Any) -> list[tuple[torch.Tensor, Any]]:
+    """Sharded parameters, with their gradients, that have one of which this process has a plain part."""
+    pairs = [(parameter, parameter.grad) for parameter in _parameters_of(group)]
+    return [(p, g) for p, g in pairs if g is not None and is_shard(g) and type(local_of(g)) is torch.Tensor]
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

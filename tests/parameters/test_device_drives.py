@@ -193,7 +193,7 @@ def test_an_interrupt_leaves_gradients_as_they_were_or_became(parameters, one_in
             seen.append([p.grad.clone() for p in loop.model.parameters()])
         loop.optimizer.step()
 
-    names = ("device_gradients", "device_moves")
+    names = ("device_gradients", "device_pager")
     points, num = PointsIn(*(f"parameters/{name}.py" for name in names), one_in=one_in), 0
     with (
         late_copies(max_delay_s=0) as copies,
