@@ -133,11 +133,14 @@ class PagedGradients:
         del gradient, storage  # or they would count
         if is_whole and is_own and _counts(parameter) == _counts_of_one():
             with self._lock:
-                if not self._is_closed and parameter.grad is not None:
-                    waiting = self._moved(parameter, parameter.grad)
-                    if waiting is not None:
-                        parameter.grad = waiting
-                        self._memory[id(parameter)].send_out()
+                if not self._is_closed:
+                    self._exchange(parameter)
+
+    def _exchange(self, parameter: torch.Tensor) -> None:
+        waiting = None if parameter.grad is None else self._moved(parameter, parameter.grad)
+        if waiting is not None:
+            parameter.grad = waiting
+            self._memory[id(parameter)].send_out()
 
     def _reduced(self, group: Any, made: set[int]) -> None:
         """FSDP2 has spread the gradients of a group: each process has its part of the sum.
