@@ -223,14 +223,12 @@ def _open_in_files(
     weights = gradients = None
     room, is_limited = HostRoom(environment.num_local_processes), policy.memory_budget is not None
     if policy.parameters != "keep":
-        may_map_ahead = not is_limited and residents is None  # else the room is for resident weights
         weights = MappedWeights(
             files,
             min_nbytes=policy.min_tensor_nbytes,
             trained=policy.optimizer_states == "offload",
             is_replicated=environment.is_replicated,
             residents=residents,
-            room=room if may_map_ahead else None,
         )
         stack.callback(weights.close)
     if policy.gradients != "keep":

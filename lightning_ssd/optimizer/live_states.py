@@ -120,7 +120,7 @@ class LiveStates(MutableMapping[Any, Any]):
             raise RuntimeError(f"state {WITHIN_STEP}")
 
     def _lend(self, parameter: torch.Tensor) -> State:
-        if self._num_lent_bytes > self._states.lent_limit_bytes:
+        if self._num_lent_bytes > 2 * self._states.store.num_slots * self._states.slot_bytes:
             self.settle()
         state = self._states.read(parameter)
         self._num_lent_bytes += sum(map(_nbytes, state.values()))

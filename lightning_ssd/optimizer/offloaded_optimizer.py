@@ -235,7 +235,17 @@ class OffloadedOptimizer(Optimizer):
         own, thread = vars(self), threading.get_ident()
         try:
             own["_stepping_thread"] = thread
-            self._prepare()
+            refuse_own_step(self.inner)
+            refuse_differentiable(self.inner)
+            if is_known(self.inner) is not self._states.is_known or not self._inner_step.is_of(type(self.inner)):
+                raise ConfigError(
+                    f"the class {type(self.inner).__name__} was changed after offload_optimizer(): its step, or a "
+                    "method that step calls, is another one. Nothing was updated: change the class before"
+                )
+            self._look_for_others()
+            self._states.register(self.param_groups)
+            self._live.check()
+            self._live.settle()
             whole = None
             if not self._states.is_known:
                 whole = WholeStep(self.inner, None if closure is None else lambda: loss, self._states.shared)
@@ -261,20 +271,6 @@ class OffloadedOptimizer(Optimizer):
             return loss if whole is None else whole.returned[0]
         finally:
             own["_stepping_thread"] = None  # without a call, at which an interrupt could come
-
-    def _prepare(self) -> None:
-        """Before a step, check the optimizer, and take over new groups and states that the program has set."""
-        refuse_own_step(self.inner)
-        refuse_differentiable(self.inner)
-        if is_known(self.inner) is not self._states.is_known or not self._inner_step.is_of(type(self.inner)):
-            raise ConfigError(
-                f"the class {type(self.inner).__name__} was changed after offload_optimizer(): its step, or a method "
-                "that step calls, is another one. Nothing was updated: change the class before"
-            )
-        self._look_for_others()
-        self._states.register(self.param_groups)
-        self._live.check()
-        self._live.settle()
 
     def _look_for_others(self) -> None:
         """Take over other states if the program has assigned them to the inner optimizer, or loaded them into it."""

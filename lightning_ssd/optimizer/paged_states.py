@@ -18,10 +18,10 @@ from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.tensors import Piece
 from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
-from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own
-from lightning_ssd.optimizer.step.contract import is_elementwise, is_known, refuse_shared_memory
+from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own, spans_of
+from lightning_ssd.optimizer.step.contract import elementwise_kind, is_known, refuse_shared_memory
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
-from lightning_ssd.optimizer.step.layout import Layout, is_unchanged, moved_out, owned, settled
+from lightning_ssd.optimizer.step.layout import Layout, is_unchanged, moved_out, moves, owned
 from lightning_ssd.optimizer.step.master_weights import from_master, has_master, to_master
 from lightning_ssd.optimizer.step.partition import Contents, Partition, Subgroup
 from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
@@ -86,15 +86,10 @@ class PagedStates:
         """Which parameter's state is in which subgroup."""
         self.is_known = is_known(optimizer)
         """Whether this package knows that the optimizer updates each parameter by itself; else the user declared it."""
-        self._is_elementwise = is_elementwise(optimizer)
         self.master_weights = master_weights
-        self._trials = UpdateProbe(
-            inner_step,
-            optimizer,
-            is_elementwise=self._is_elementwise,
-            has_master=self.has_master,
-            state_of=self._state_of,
-        )
+        kind = elementwise_kind(optimizer)
+        self._is_elementwise = kind is not None
+        self._trials = UpdateProbe(optimizer, kind=kind, has_master=self.has_master)
         self.store = StateStore(
             files.tier,
             device=files.device,
@@ -105,7 +100,7 @@ class PagedStates:
         )
         self._update_s = 0.0
         self._has_updated = False
-        self._slot_bytes = 0
+        self.slot_bytes = 0
         self._num_cached = 0
         self._memory: list[Any] = []
 
@@ -129,15 +124,17 @@ class PagedStates:
                 shaped = [p for group in groups for p in group["params"] if has_shape(p)]
                 nbytes = sum(even_numel(p) * self._trials.element_bytes(p, numbers[id(p)]) for p in shaped)
                 largest = update_memory.subgroup_bytes(nbytes, self.files.tier.num_directories)
-                self._slot_bytes = self.partition.max_bytes = largest
+                self.slot_bytes = self.partition.max_bytes = largest
             self.partition.extend(
                 new,
                 lambda p: self._trials.element_bytes(p, numbers[id(p)]),
                 lambda p: self._trials.may_slice(p, numbers[id(p)]),
                 lambda num: self.store.add(num, len(self.partition.subgroups)),
             )
-            self._fit_cache(max(subgroup.expected_bytes for subgroup in self.partition.subgroups))
-            self._reserve()
+            expected = [subgroup.expected_bytes for subgroup in self.partition.subgroups]
+            self._fit_cache(max(expected))
+            # Space for all states, and for the writes of a step, which free the old extents afterwards.
+            self.files.reserve(self.store.num_slots * self.partition.max_bytes + sum(expected))
 
     def _retire(self, numbers: Mapping[int, int]) -> None:
         """Forget parameters that are no longer in the groups and have no state, and free their room on the drives."""
@@ -156,17 +153,12 @@ class PagedStates:
         There are never more slots than subgroups, so that other optimizers get the rest of the budget.
         """
         share = self.files.share
-        self._slot_bytes = max(self._slot_bytes, largest_bytes)
+        self.slot_bytes = max(self.slot_bytes, largest_bytes)
         if share is not None:
             wanted = len(self.partition.subgroups) - update_memory.NUM_SLOTS * self.files.tier.num_directories
-            num = share.fit(max(wanted, 0), self._slot_bytes)
+            num = share.fit(max(wanted, 0), self.slot_bytes)
             self.store.add_slots(num - self._num_cached)
             self._num_cached = num
-
-    def _reserve(self) -> None:
-        """Reserve disk space for all states, and for the writes of a step, which free the old extents afterwards."""
-        spare = self.store.num_slots * self.partition.max_bytes
-        self.files.reserve(spare + sum(subgroup.expected_bytes for subgroup in self.partition.subgroups))
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -191,7 +183,8 @@ class PagedStates:
                 visits.append(Visit(index, active, tuple(mine)))
         if len(visits) > 1:
             active_ones = {part.parameter for visit in visits for _, part in visit.active}
-            memory = [self.partition.memory_of(number) for number in sorted(active_ones)]
+            parameters = [self.partition.parameters[number] for number in sorted(active_ones)]
+            memory = [(spans_of(p), local_of(p).stride() if p.layout == torch.strided else ()) for p in parameters]
             if memory != self._memory:
                 refuse_shared_memory([spans for spans, _ in memory])
                 self._memory = memory
@@ -204,18 +197,16 @@ class PagedStates:
                 continue  # the parameter is updated as a whole, with its first part
             if parameter.grad is not None and id(parameter) in numbers:
                 self.partition.check_cuttable(part)
-                if parameter not in self.lent and not self.partition.is_whole(part):
-                    self._check_slices(parameter, numbers[id(parameter)])
+                group = numbers[id(parameter)]
+                is_cut = parameter not in self.lent and not self.partition.is_whole(part)
+                if is_cut and not self._trials.may_slice(parameter, group):
+                    raise ConfigError(
+                        f"param_groups[{group}] has options by which slices of a parameter of shape "
+                        f"{tuple(parameter.shape)} get other bits than the whole one (fused=True, as a checkpoint may "
+                        "bring it), and it was cut before. Nothing was updated: make the optimizer with this option "
+                        "before offload_optimizer(), or undo it"
+                    )
                 yield number, part
-
-    def _check_slices(self, parameter: torch.Tensor, group: int) -> None:
-        """Raise if the options of a group have changed so that slices of a parameter get other bits."""
-        if not self._trials.may_slice(parameter, group):
-            raise ConfigError(
-                f"param_groups[{group}] has options by which slices of a parameter of shape {tuple(parameter.shape)} "
-                "get other bits than the whole one (fused=True, as a checkpoint may bring it), and it was cut before. "
-                "Nothing was updated: make the optimizer with this option before offload_optimizer(), or undo it"
-            )
 
     def update(self, visits: Sequence[Visit], whole: WholeStep | None, groups: Groups) -> None:
         """Fetch, update and flush every subgroup of a step; the last ones stay in memory.
@@ -230,15 +221,16 @@ class PagedStates:
         here = set(self.store.in_memory())
         self.store.evict(here - set(order[: self.store.num_slots]))
         self.store.prefetch(index for index in order if index not in here)
-        versions: Mapping[int, int] = _versions(self.partition.parameters) if whole is not None else {}
+        versions: Mapping[int, int] = {} if whole is None else self._check_others(None, ())
         doing = None if self._has_updated else "Laying out optimizer states, in the first step"
         given = [[self._piece(part) for _, part in visit.active] for visit in visits]
         active = {group for visit in visits for group in visit.groups}
         idle = {number: group["params"] for number, group in enumerate(groups) if whole and number not in active}
         if whole is not None and not visits:
             self._inner_step.run([], [], [], whole, idle=idle)
+        subgroups = self.partition.subgroups
         with StatusLine(doing) as line:
-            for position, visit in enumerate(line.over(visits, lambda visit: self._expected_bytes(visit.index))):
+            for position, visit in enumerate(line.over(visits, lambda visit: subgroups[visit.index].expected_bytes)):
                 following = given[position + 1] if position + 1 < len(given) else ()
                 with self._updating(given[position], following):
                     self._update(visit, whole, idle, keep=position >= len(visits) - self.store.num_slots)
@@ -247,10 +239,11 @@ class PagedStates:
                 idle = {}
         self._has_updated = True
 
-    def _check_others(self, before: Mapping[int, int], given: Sequence[torch.Tensor]) -> Mapping[int, int]:
+    def _check_others(self, before: Mapping[int, int] | None, given: Sequence[torch.Tensor]) -> Mapping[int, int]:
         """Raise if a call has edited a parameter that it was not given; return the versions of all parameters."""
-        after, mine = _versions(self.partition.parameters), set(map(id, given))
-        if any(version != before.get(key) and key not in mine for key, version in after.items()):
+        after = {id(p): p._version for p in self.partition.parameters if not p.is_inference()}
+        mine = set(map(id, given))
+        if before is not None and any(version != before.get(key) and key not in mine for key, version in after.items()):
             raise CoupledError("this optimizer changes parameters that its step was not given")
         return after
 
@@ -260,23 +253,18 @@ class PagedStates:
         is_whole = parameter in self.lent or self.partition.is_whole(part)
         return Piece(parameter, *((0, local_of(parameter).numel()) if is_whole else (part.start, part.stop)))
 
-    def _expected_bytes(self, index: int) -> int:
-        return self.partition.subgroups[index].expected_bytes
-
-    def _state_of(self, parameter: torch.Tensor) -> State:
-        """Return a parameter's state for a trial, without lending it, because a step may be planned already."""
-        if parameter in self.lent:
-            return self.lent[parameter]
-        return self.read(parameter) if self.is_stored(parameter) else {}
-
     def _update(
         self, visit: Visit, whole: WholeStep | None, idle: Mapping[int, Sequence[torch.Tensor]], *, keep: bool
     ) -> None:
         """Update one subgroup. Parameters with lent states are updated as a whole, with the lent states."""
         owners = [self.partition.parameters[part.parameter] for _, part in visit.active]
         is_lent = [parameter in self.lent for parameter in owners]
-        storage = None if all(is_lent) else self._taken(visit.index)
-        states = [] if all(is_lent) else _filled(self.partition.subgroups[visit.index], storage)
+        storage, states = None, list[State]()
+        if not all(is_lent):
+            asked_s, storage = time.perf_counter(), self.store.take(visit.index)
+            if storage is not None:
+                self._events.append(StallEvent(storage.nbytes(), asked_s, time.perf_counter()))
+            states = _filled(self.partition.subgroups[visit.index], storage)
         begin_s = time.perf_counter()
         each = list(zip(owners, is_lent, visit.active, strict=True))
         pieces = [p if lent else self.partition.slice_of(part) for p, lent, (_, part) in each]
@@ -296,18 +284,14 @@ class PagedStates:
             elif whole is None or state is None:
                 states[number] = state or {}
             else:
-                states[number] = settled(state, storage, self.device)
+                # What is not moved gets memory of its own, because the subgroup's is used again.
+                moving = {id(value) for value in state.values() if moves(value, self.device)}
+                states[number] = moved_out(state, storage, except_for=moving)
                 if not state:
                     self.lent[p] = state  # an empty state, which differs from none
         self._update_s += time.perf_counter() - begin_s
         if states:
             self._settle(visit.index, states, storage, keep=keep)
-
-    def _taken(self, index: int) -> torch.UntypedStorage | None:
-        asked_s, storage = time.perf_counter(), self.store.take(index)
-        if storage is not None:
-            self._events.append(StallEvent(storage.nbytes(), asked_s, time.perf_counter()))
-        return storage
 
     @spanned("lightning_ssd::update")
     def _run(
@@ -342,7 +326,7 @@ class PagedStates:
         paged = [not self.partition.is_whole(part) for part in subgroup.parts]
         layout = Layout.of(states, self.device, self.store.block_bytes, paged)
         contents = Contents(layout if layout.nbytes else None, layout.templates(states))
-        if layout.nbytes > self._slot_bytes:  # more than the trial predicted
+        if layout.nbytes > self.slot_bytes:  # more than the trial predicted
             self._fit_cache(layout.nbytes)
         if layout != subgroup.layout or storage is None:
             storage = self.store.allocate(layout.nbytes) if layout.nbytes else None
@@ -353,11 +337,6 @@ class PagedStates:
         self.store.give(index, storage, is_dirty=True, keep=keep, new=(subgroup, contents))
 
     # -- states from elsewhere -----------------------------------------------------------------------------------
-
-    @property
-    def lent_limit_bytes(self) -> int:
-        """Bytes of lent states above which those that the program no longer holds go back to their drives."""
-        return 2 * self.store.num_slots * self._slot_bytes
 
     def is_stored(self, key: object) -> bool:
         """Return whether a state of the parameter was ever stored. It may be lent now."""
@@ -389,26 +368,18 @@ class PagedStates:
         mine = {number: state for p, state in states.items() if (number := known.number_of(p)) is not None}
         indices = sorted({index for number in mine for index, _ in known.places[number]})
         with StatusLine("Laying out optimizer states") as line:
-            for index in line.over(indices, self._expected_bytes):
-                self._put(index, mine)
-
-    def _put(self, index: int, mine: Mapping[int, State]) -> None:
-        """Store the states of some parameters, by number, in one subgroup."""
-        known, subgroup = self.partition, self.partition.subgroups[index]
-        storage = self.store.take(index)
-        parts = _filled(subgroup, storage)
-        is_changed = False
-        for number, part in enumerate(subgroup.parts):
-            if part.parameter in mine:
-                cut = known.cut(part, mine[part.parameter])
-                is_changed = is_changed or not is_unchanged(
-                    parts[number], cut, self.device, is_cut=not known.is_whole(part)
-                )
-                parts[number] = cut
-        if is_changed:
-            self._settle(index, parts, storage, keep=False)
-        else:
-            self.store.give(index, storage, is_dirty=False, keep=False)
+            for index in line.over(indices, lambda index: known.subgroups[index].expected_bytes):
+                subgroup, storage, is_changed = known.subgroups[index], self.store.take(index), False
+                parts = _filled(subgroup, storage)
+                for number, part in enumerate(subgroup.parts):
+                    if part.parameter in mine:
+                        cut, is_cut = known.cut(part, mine[part.parameter]), not known.is_whole(part)
+                        is_changed = is_changed or not is_unchanged(parts[number], cut, self.device, is_cut=is_cut)
+                        parts[number] = cut
+                if is_changed:
+                    self._settle(index, parts, storage, keep=False)
+                else:
+                    self.store.give(index, storage, is_dirty=False, keep=False)
 
     def forget(self, key: object) -> None:
         """Drop a parameter's state. Moves nothing."""
@@ -478,7 +449,3 @@ def _filled(subgroup: Subgroup, storage: torch.UntypedStorage | None) -> list[St
 def _group_numbers(groups: Groups) -> dict[int, int]:
     """Return the number of the group of each parameter, by the parameter's id."""
     return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-
-
-def _versions(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
-    return {id(p): p._version for p in parameters if not p.is_inference()}

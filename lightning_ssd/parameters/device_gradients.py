@@ -64,7 +64,18 @@ class DeviceGradients:
             if id(parameter) not in found and self.pager.knows(parameter):
                 self.pager.let_stay(parameter)
         new = {key: one for key, one in found.items() if not self.pager.knows(one[1])}
-        self._check_room(sum(p.nbytes for _, p in found.values()), sum(p.nbytes for _, p in new.values()))
+        nbytes, new_nbytes = (sum(p.nbytes for _, p in one.values()) for one in (found, new))
+        _, ssd, host, _ = self._tiers
+        room = 0 if host is None else max(host.capacity_bytes - host.used_bytes, 0)
+        to_drives = max(nbytes - room, 0)
+        if to_drives and new_nbytes:
+            ssd.reserve(ssd.disk_bytes + min(to_drives, new_nbytes), "gradients")
+        if nbytes:
+            _log.info(
+                "%s of gradients wait between backward and update, in host memory as long as that has room (%s now); "
+                "each backward writes %s of them to drives",
+                *format_sizes(nbytes, room, to_drives),
+            )
         for key, (name, parameter) in new.items():
             registers: list[tuple[Callable[..., RemovableHandle], Callable[..., None]]] = [
                 (parameter.register_hook, partial(self.pager.is_coming, key)),
@@ -75,34 +86,19 @@ class DeviceGradients:
     def _takes(self, tensor: torch.Tensor) -> bool:
         return is_plain(tensor, self._tiers.device.type) and tensor.nbytes >= self._min_nbytes
 
-    def _check_room(self, nbytes: int, new_nbytes: int) -> None:
-        """Take the space on the drives, and tell what wears them."""
-        _, ssd, host, _ = self._tiers
-        room = 0 if host is None else max(host.capacity_bytes - host.used_bytes, 0)
-        to_drives = max(nbytes - room, 0)
-        if to_drives and new_nbytes:
-            ssd.reserve(ssd.disk_bytes + min(to_drives, new_nbytes), "gradients")
-        if nbytes:
-            total, written, free = format_sizes(nbytes, to_drives, room)
-            _log.info(
-                "%s of gradients wait between backward and update, in host memory as long as that has room (%s now); "
-                "each backward writes %s of them to drives",
-                *(total, free, written),
-            )
-
     def accumulated(self, name: str, parameter: torch.Tensor) -> None:
         """Autograd has made or changed a gradient."""
         if os.getpid() != self._pid or self.pager.is_closed or self.pager.parameter(id(parameter)) is not parameter:
             return
         gradient = parameter.grad
-        if gradient is not None and not self.pager.waits(gradient) and self._may_wait(parameter, gradient):
+        if gradient is not None and not self.pager.waits(gradient) and self._may_wait(gradient):
             options = self._tiers.options(self.pager)
             memory = _GradientMemory(id(parameter), gradient, label=f"gradient of {name}", **options)
             self.pager.add(_place_of(id(parameter)), Weight([f"{name}.grad"], memory))
         del gradient
         self.pager.is_accumulated(parameter)
 
-    def _may_wait(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    def _may_wait(self, gradient: torch.Tensor) -> bool:
         if gradient.requires_grad or gradient.is_inference() or not self._takes(gradient):
             return False
         storage = storage_of(gradient)
@@ -237,12 +233,6 @@ class GradientPager(DevicePager):
         if units:
             self._in_backward = None
             self._let_go(list(dict.fromkeys(units)), except_for=[] if self._ahead is None else [self._ahead])
-
-    def waits(self, tensor: torch.Tensor) -> bool:
-        return tensor.layout is torch.strided and super().waits(tensor)  # a sparse one has no storage
-
-    def _weight_of(self, tensor: torch.Tensor) -> tuple[Unit[DeviceMemory], Weight[DeviceMemory]] | None:
-        return super()._weight_of(tensor) if tensor.layout is torch.strided else None
 
     def _hold(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
         """Autograd, and most others, write to it: not while a copy reads what is to be written to a tier."""

@@ -81,7 +81,6 @@ class DeviceMemory:
         self._room: StreamEvent | None = None
         self._exposed: torch.Tensor | None = None
         self._is_exposed = self._is_released = self._has_trained = False
-        self._kept: torch.UntypedStorage | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -132,8 +131,6 @@ class DeviceMemory:
 
     def end_use(self) -> None:
         self.num_users = max(self.num_users - 1, 0)
-        if self._kept is not None and len(self.tensors) == len(self._tensors):
-            self._kept = None  # no parameter has got another storage
         self.close_door()
 
     def close_door(self) -> None:
@@ -141,10 +138,6 @@ class DeviceMemory:
         if self.num_users == 0 and not self._is_released:
             for tensor in self.tensors:
                 guard(tensor, self._door)
-
-    def keep_storage(self) -> None:
-        """Before a parameter gets another storage: a graph that has saved it may want this one yet."""
-        self._kept = self.key.resolve()
 
     def expose(self) -> None:
         """Before a program gets hold of the bytes that may change them without a sign: keep them, to compare.

@@ -1,7 +1,14 @@
-"""Brings weights of a device back before any code gets to them.
+"""Brings weights of a device back before any code gets to them, and gives their memory back behind it.
 
 They come by five doors: the forward of their unit, the saved tensor that backward asks for, the update by an offloaded
-optimizer, any other use (``guard.py``), and the end, when all come back.
+optimizer, any other use (``guard.py``), and the end, when all come back. Memory is taken on the stream that trains, a
+thread reads, and writes give memory back.
+
+Note [who keeps a weight]: a unit in use has users, a saved weight that backward has asked for is held by the tensor
+that it got, what is touched outside of its unit stays until something else needs the room or a backward is over.
+
+Note [who has to write]: what was changed leaves when it has been written. One unit may be on its way while the next is
+changed; before a second one goes, the first has gone.
 """
 
 from __future__ import annotations
@@ -14,14 +21,14 @@ from typing import Any
 
 import torch
 
-from lightning_ssd.common.accelerators import is_capturing
+from lightning_ssd.common.accelerators import accelerator_of, is_capturing
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
 from lightning_ssd.common.tensors import TensorSpec, storage_of
-from lightning_ssd.errors import ConfigError, StorageError
+from lightning_ssd.common.waiting import Latch
+from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.memory.readings import is_out_of_memory
 from lightning_ssd.parameters.device_memory import DeviceMemory
-from lightning_ssd.parameters.device_moves import DeviceMoves
-from lightning_ssd.parameters.pager import Place, Unit, Weight
+from lightning_ssd.parameters.pager import Pager, Phase, Place, Unit, Weight
 
 __all__ = ["DevicePager", "SavedDeviceWeight", "is_in_backward"]
 
@@ -31,7 +38,7 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class DevicePager(DeviceMoves):
+class DevicePager(Pager[DeviceMemory]):
     """On a device."""
 
     def __init__(self, *, takes_trained: bool = False) -> None:
@@ -40,6 +47,13 @@ class DevicePager(DeviceMoves):
         self._updated: list[Unit[DeviceMemory]] = []
         """Units that an optimizer may go on with."""
         self._shows_host_copies = self._has_warned = False
+        self._touched: list[Unit[DeviceMemory]] = []
+        self._going: list[Unit[DeviceMemory]] = []
+        """Units that are being written."""
+        self._lingering: set[Unit[DeviceMemory]] = set()
+        """Units of which something could not leave when it should have."""
+        self._staying: set[int] = set()
+        """Units of which the program may know an address until the backward is over."""
 
     # -- doors -----------------------------------------------------------------------------------------------------
 
@@ -79,7 +93,6 @@ class DevicePager(DeviceMoves):
         tensors: Sequence[torch.Tensor],
         *,
         exposes: bool = False,
-        replaces: bool = False,
         pins: bool = False,
     ) -> Iterator[None]:
         used = []
@@ -92,7 +105,7 @@ class DevicePager(DeviceMoves):
                     self._hold(*found)
                     used.append(found)
                     if exposes:
-                        self.exposed(tensor, replaces=replaces)
+                        found[1].memory.expose()
             yield
         finally:
             with self._lock:
@@ -134,15 +147,9 @@ class DevicePager(DeviceMoves):
     def _will_be_used_in_update(self, weight: Weight[DeviceMemory]) -> None:
         weight.memory.will_change()
 
-    def exposed(self, tensor: torch.Tensor, *, replaces: bool) -> None:
+    def exposed(self, tensor: torch.Tensor) -> None:
         if (found := self._weight_of(tensor)) is not None:
             found[1].memory.expose()
-            if replaces:
-                found[1].memory.keep_storage()
-
-    def will_train(self, tensor: torch.Tensor) -> None:
-        if not self._takes_trained and (found := self._weight_of(tensor)) is not None:
-            self.release(*found)
 
     def will_be_array(self, tensor: torch.Tensor) -> None:
         if not self.is_closed and (found := self._weight_of(tensor)) is not None:
@@ -184,9 +191,160 @@ class DevicePager(DeviceMoves):
                         weight.memory.wait_for_copy()
 
     def _weight_of(self, tensor: torch.Tensor) -> tuple[Unit[DeviceMemory], Weight[DeviceMemory]] | None:
+        if not self.waits(tensor):  # a sparse one has no storage
+            return None
         storage = storage_of(tensor)
         unit, weight = self.by_storage.get(storage._cdata), self.find(storage)
         return None if unit is None or weight is None else (unit, weight)
+
+    # -- moves -----------------------------------------------------------------------------------------------------
+
+    def _hold(self, unit: Unit[DeviceMemory], weight: Weight[DeviceMemory]) -> None:
+        """Bring a weight back if it is away, and begin to use it. One whose last tensor has gone needs no bytes."""
+        while True:
+            with self._lock:
+                if weight.memory.is_here or not weight.memory.key.alive():
+                    weight.memory.begin_use()
+                    return
+                if self.is_closed:
+                    raise OffloaderClosedError(
+                        f"weight {', '.join(weight.names)} did not come back when the offloader was closed; go on from "
+                        "a checkpoint"
+                    )
+                unit.resident_bytes = None
+            self._await(unit)
+
+    def _await(self, unit: Unit[DeviceMemory]) -> None:
+        try:
+            with self._lock:
+                latch = self._request(unit)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or not self._await_all_written():
+                raise
+            with self._lock:
+                latch = self._request(unit)
+        self._wait(unit, latch)
+
+    def _use(self, unit: Unit[DeviceMemory], phase: Phase) -> None:
+        with self._lock:
+            for other in list(self._lingering):
+                if other not in (unit, self._ahead, self._in_backward):
+                    self._send_out(other, strays=True)
+        try:
+            super()._use(unit, phase)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or not self._await_all_written():
+                raise
+            self._await(unit)
+        with self._lock:
+            for weight in list(unit.weights):
+                if weight.memory.is_here:
+                    weight.memory.wait_for_copy()
+
+    def _was_touched(self, unit: Unit[DeviceMemory]) -> None:
+        """It stays while there are few like it: it may be used again at once."""
+        if unit in self._touched:
+            self._touched.remove(unit)
+        self._touched.append(unit)
+        while len(self._touched) > 2:
+            oldest = self._touched.pop(0)
+            if oldest is not self._ahead and oldest is not self._in_backward:
+                self._send_out(oldest, strays=True)
+                if oldest in self._lingering and oldest not in self._going:
+                    self._going.append(oldest)
+
+    def _let_go(self, units: Sequence[Unit[DeviceMemory]], *, except_for: Sequence[Unit[DeviceMemory]]) -> None:
+        with self._lock:
+            for unit in [*units, *(self._lingering - {*units, *except_for})]:
+                self._send_out(unit, strays=True)
+            self._going += [unit for unit in units if unit in self._lingering and unit not in self._going]
+        self._await_written()
+
+    def _await_written(self) -> None:
+        """Until no more than one unit is being written. The caller holds no lock."""
+        while len(self._going) > 1:
+            unit = self._going.pop(0)
+            for weight in list(unit.weights):
+                if (ended := weight.memory.writing) is not None:
+                    ended.wait()
+            if unit is not self._ahead and unit is not self._in_backward:
+                with self._lock:
+                    self._send_out(unit, strays=True)
+
+    def _await_all_written(self) -> bool:
+        """Until nothing is being written; whether anything was. The caller holds no lock."""
+        under_way = [ended for weight in self.weights if (ended := weight.memory.writing) is not None]
+        for ended in under_way:
+            ended.wait()
+        return bool(under_way)
+
+    def _request(self, unit: Unit[DeviceMemory]) -> Latch | None:
+        if not self._finds_memory(unit):
+            self._make_room(except_for=unit)
+            self._take_memory(unit)
+        return super()._request(unit)
+
+    def _request_ahead(self, unit: Unit[DeviceMemory]) -> None:
+        if self._finds_memory(unit):
+            super()._request(unit)
+        else:
+            self._send_out(unit, strays=True)  # what it has taken so far
+
+    def _finds_memory(self, unit: Unit[DeviceMemory]) -> bool:
+        """Take memory for a unit; whether there was enough."""
+        try:
+            self._take_memory(unit)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    def _take_memory(self, unit: Unit[DeviceMemory]) -> None:
+        is_coming = unit.coming is not None and not unit.coming.is_open
+        if unit.resident_bytes is None and not is_coming and not self.is_closed:
+            for weight in list(unit.weights):
+                weight.memory.make_room()
+
+    def _make_room(self, *, except_for: Unit[DeviceMemory] | None) -> None:
+        """Send out what is not used now."""
+        with self._lock:
+            for unit in list(self.units):
+                if unit is not except_for:
+                    self._send_out(unit, strays=True)
+            device = next((t.device for u in self.units for w in u.weights for t in w.memory.tensors), None)
+        accelerator = None if device is None else accelerator_of(device)
+        if accelerator is not None:
+            accelerator.empty_cache()
+
+    def _send_out(self, unit: Unit[DeviceMemory], *, strays: bool = False) -> None:
+        if not self._is_idle(unit) or unit.number in self._staying or (unit.resident_bytes is None and not strays):
+            return
+        for weight in list(unit.weights):
+            if weight.memory.send_out():
+                self._count(-weight.memory.nbytes)
+        unit.resident_bytes = unit.coming = None
+        if any(weight.memory.is_here for weight in unit.weights):
+            self._lingering.add(unit)
+        else:
+            self._lingering.discard(unit)
+
+    def _bring_in(self, unit: Unit[DeviceMemory]) -> None:
+        for weight in list(unit.weights):
+            try:
+                has_come = weight.memory.bring_in()
+            except StorageError as refusal:
+                refusal.add_note(
+                    f"This was weight {', '.join(weight.names)} ({weight.memory.nbytes:,} bytes), without which "
+                    "training cannot go on. Go on from a checkpoint, with another drive."
+                )
+                raise
+            if has_come:
+                with self._lock:
+                    self._count(weight.memory.nbytes)
+
+    def _has_come(self, unit: Unit[DeviceMemory]) -> None:
+        unit.resident_bytes = sum(weight.memory.nbytes for weight in list(unit.weights) if weight.memory.is_here)
 
     # -- the beginning and the end ---------------------------------------------------------------------------------
 
@@ -350,7 +508,12 @@ class SavedDeviceWeight:
         self._pager._hold(self._unit, self._weight)
         try:
             storage = self._weight.memory.key.resolve()
-            assert storage is not None
+            if storage is None:
+                raise RuntimeError(
+                    f"weight {', '.join(self._weight.names)} was given other memory (weight.data = ..., set_() or the "
+                    "like) between forward and backward, and backward needs the old one, which was offloaded and is "
+                    "gone. Give it after backward, or set OffloadPolicy.parameters='keep'"
+                )
             return self._probe.rebuild(self._spec, storage)
         finally:
             with self._pager._lock:

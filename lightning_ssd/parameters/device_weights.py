@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         if residents is None or module not in residents.modules or self._may_leave():
             super().register_module(module)
         else:  # again, where no more may leave than have left already
-            self._register(module, residents.as_before)
+            self._register(module, partial(residents.choose, as_before=True))
 
     def _register(self, module: nn.Module, choose: Choose | None) -> None:
         super()._register(module, choose)
@@ -128,7 +129,12 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
         nbytes = sum(weights.storage.nbytes() for weights in new)
         with StatusLine(f"Writing {format_sizes(nbytes)[0]} of weights" if nbytes else None) as line:
             for place in places:
-                weight = self._begin(new.pop(0))
+                weights = new.pop(0)
+                options = self._tiers.options(self.pager)
+                label = f"weight {weights.names[0]}"
+                memory = DeviceMemory(weights.storage, weights.tensors, label=label, **options)
+                weight = Weight(weights.names, memory)
+                del weights, memory  # or they would count as held
                 # While the model is built it is unknown what is used together: each comes by itself.
                 own = (f"{place[0]} {weight.memory.key.cdata}", None)
                 self.pager.add(own if place[1] is None else place, weight)
@@ -142,11 +148,6 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
             del weights
             if found is not None:
                 self.pager.release(self.pager.by_storage[found.memory.key.cdata], found)
-
-    def _begin(self, weights: SharedWeights) -> Weight[DeviceMemory]:
-        label = f"weight {weights.names[0]}"
-        memory = DeviceMemory(weights.storage, weights.tensors, label=label, **self._tiers.options(self.pager))
-        return Weight(weights.names, memory)
 
     def _put_away(self, weight: Weight[DeviceMemory]) -> None:
         if weight.memory.is_here:  # else it may be on its way

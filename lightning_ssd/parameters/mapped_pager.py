@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning_ssd.common.waiting import Latch
-from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.files.cache_reader import CacheReader, Read
 from lightning_ssd.parameters.files.mapped_storage import MappedStorage, reading
 from lightning_ssd.parameters.pager import Pager, Unit, Weight
@@ -14,17 +13,15 @@ __all__ = ["MappedPager", "bring_in"]
 class MappedPager(Pager[MappedStorage]):
     """On a CPU, where weights are parts of files: pages come and go, and a touch of one finds its bytes."""
 
-    def __init__(self, room: HostRoom | None = None, *, num_drives: int = 1) -> None:
+    def __init__(self, *, num_drives: int = 1) -> None:
         super().__init__()
         self._num_drives = num_drives
         self._next, self._further = (CacheReader(num_drives) for _ in range(2))
-        self._room = room
-        self._has_room = False
 
     def _request_ahead(self, unit: Unit[MappedStorage]) -> None:
-        """Bring what is frozen to the page cache, and to the memory of this process when its use begins, unless there
-        is room for it: to be mapped by the reader it takes waking that, on cores that the model keeps busy. Where
-        anything is trained, gradients that wait to be written would drive out of the page cache what is not mapped.
+        """Bring what is frozen to the page cache, and to the memory of this process when its use begins: to be mapped
+        by the reader it takes waking that, on cores that the model keeps busy. Where anything is trained, gradients
+        that wait to be written would drive out of the page cache what is not mapped.
         """
         self._next.ask(self._reads(unit))
         if self._comes_ahead(unit):
@@ -36,24 +33,19 @@ class MappedPager(Pager[MappedStorage]):
         Of several drives all is read: what maps a unit, in one thread, waits for one of them after the other.
         """
         if self._num_drives == 1:
-            return [] if ahead is None or self._has_room else _frozen(ahead)
+            return [] if ahead is None else _frozen(ahead)
         away = [unit for unit in self.units if unit.coming is not None and not unit.coming.is_open]
         if ahead is not None and ahead.resident_bytes is None and ahead not in away:
             away.append(ahead)
         return [weight.memory.read for unit in away for weight in list(unit.weights)]
 
     def _comes_ahead(self, unit: Unit[MappedStorage]) -> bool:
-        return self._has_room or not all(weight.is_frozen for weight in list(unit.weights))
+        return not all(weight.is_frozen for weight in list(unit.weights))
 
     def _look_ahead(self, ahead: Unit[MappedStorage] | None, further: Unit[MappedStorage] | None) -> None:
         """Two readers keep a drive busy. So many trained weights in the page cache would drive out what is used and
         written sooner.
         """
-        has_room = self._room is not None and self._room.is_enough(
-            lambda: sum(weight.memory.nbytes for weight in self.weights)
-        )
-        if has_room is not self._has_room:  # what is mapped ahead drives nothing out of the page cache
-            self._has_room, self._window_bytes = has_room, None
         if ahead is None:
             self._next.ask(self._reads(None))
         super()._look_ahead(ahead, further)
@@ -80,11 +72,9 @@ class MappedPager(Pager[MappedStorage]):
         unit.resident_bytes = unit.coming = None
 
     def _bring_in(self, unit: Unit[MappedStorage]) -> None:
-        """Where memory may be short, trained weights come to stay: else gradients that wait to be written drive them
-        out before they are used.
-        """
+        """Trained weights come to stay: else gradients that wait to be written drive them out before they are used."""
         for weight in list(unit.weights):
-            bring_in(weight, to_stay=not (self._has_room or weight.is_frozen))
+            bring_in(weight, to_stay=not weight.is_frozen)
 
 
 def bring_in(weight: Weight[MappedStorage], *, to_stay: bool = False) -> None:

@@ -22,7 +22,6 @@ from lightning_ssd.common.task import Task
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.errors import forget_frames
 from lightning_ssd.memory.file_mapping import FileView, drop_pages
-from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.mmap import PAGE_BYTES, VECTOR_BYTES
 from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
@@ -48,8 +47,8 @@ class MappedWeights(PagedWeights[MappedStorage]):
     would see what its parent writes later, and so sees nothing at all.
     """
 
-    def __init__(self, files: WeightFiles, *, room: HostRoom | None = None, **options: Any) -> None:
-        super().__init__(MappedPager(room, num_drives=files.num_drives), **options)
+    def __init__(self, files: WeightFiles, **options: Any) -> None:
+        super().__init__(MappedPager(num_drives=files.num_drives), **options)
         self._files = files
         self._taken_bytes = 0
 
@@ -151,18 +150,19 @@ class MappedWeights(PagedWeights[MappedStorage]):
         """
         if self.pager.is_closed:
             return
+
+        def let_go() -> None:
+            for weight in self.pager.weights:
+                weight.memory.send_out()
+                weight.memory.make_private()
+            for unit in self.pager.units:
+                unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
+
         with ExitStack() as closing:  # each of these, whatever another one raises; the last one first
-            closing.callback(self._let_go)
+            closing.callback(let_go)
             closing.callback(self._files.sync)
             closing.callback(self.pager.close)
             closing.callback(self._remove_windows)
-
-    def _let_go(self) -> None:
-        for weight in self.pager.weights:
-            weight.memory.send_out()
-            weight.memory.make_private()
-        for unit in self.pager.units:
-            unit.weights.clear()  # graphs may hold the unit, and it would hold the memory of a model that is gone
 
 
 def _shown_bytes(storage: torch.UntypedStorage) -> int:

@@ -13,22 +13,22 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.common.dtensor import local_of
+from lightning_ssd.common.dtensor import is_shard, local_of
 from lightning_ssd.common.formatting import format_sizes
+from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.tensors import Region, TensorSpec, holders
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.parameter_hooks import ParameterHooks
-from lightning_ssd.parameters.sharded_gradients import Reduction, gradients_of, owned_together, parameters_of
 from lightning_ssd.parameters.units import is_plain, sharded_by_name
 
 __all__ = ["PagedGradients"]
@@ -56,11 +56,11 @@ class PagedGradients:
         waits: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
         self._files = files
-        self._waits = waits
+        self._waits = waits or (lambda parameter: True)
         self._min_nbytes = max(min_nbytes, 1)
         self._hooks: dict[int, ParameterHooks] = {}
         """By the number of the parameter."""
-        self._reductions: list[Reduction] = []
+        self._reductions: list[_Reduction] = []
         self._staying: set[int] = set()
         """The sharded parameters whose gradients are to stay, by number."""
         self._memory: dict[int, MappedStorage] = {}
@@ -76,42 +76,35 @@ class PagedGradients:
         _counts_of_one()  # learnt now, because it needs a backward of its own
         self._forget()
         sharded = sharded_by_name(module)
-        whole = [p for name, p in module.named_parameters() if name not in sharded and self._takes(p)]
-        shards = list({id(s.parameter): s for s in sharded.values() if self._takes(local_of(s.parameter))}.values())
-        whole = [p for p in whole if p.requires_grad and (self._waits is None or self._waits(p))]
-        shards = [s for s in shards if s.parameter.requires_grad and (self._waits is None or self._waits(s.parameter))]
-        nbytes = sum(local_of(p).nbytes for p in (*whole, *(s.parameter for s in shards)))
-        waiting = {id(parameter) for parameter in whole}
-        for parameter in module.parameters():
-            if id(parameter) not in waiting and id(parameter) in self._hooks:
-                self._let_stay(id(parameter))
-        known = {id(hooks.parameter) for hooks in self._hooks.values()}
+        whole = {id(p): p for name, p in module.named_parameters() if name not in sharded and self._may_wait(p)}
+        shards = list({id(s.parameter): s for s in sharded.values() if self._may_wait(s.parameter)}.values())
+        for key in [id(parameter) for parameter in module.parameters()]:
+            if key in self._hooks and key not in whole:  # its weight has come back to stay, or it is trained no more
+                with self._lock:
+                    self._hooks.pop(key).remove()
+                    self._retire(key)
         told = [reduction.module for reduction in self._reductions]
-        new = [p for p in whole if id(p) not in known]
+        new = {key: parameter for key, parameter in whole.items() if key not in self._hooks}
         new_shards = [s for s in shards if all(s.group is not one for one in told)]
-        sizes = [p.nbytes for p in new] + [local_of(s.parameter).nbytes + VECTOR_BYTES for s in new_shards]
+        sizes = [p.nbytes for p in new.values()] + [local_of(s.parameter).nbytes + VECTOR_BYTES for s in new_shards]
         self._files.check_room(sizes, changes=True)
-        for parameter in new:
+        for key, parameter in new.items():
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._hooks[id(parameter)] = ParameterHooks(parameter, [register(self._accumulated)])
+            self._hooks[key] = ParameterHooks(parameter, [register(self._accumulated)])
         for group in {id(s.group): s.group for s in new_shards}.values():
-            self._reductions.append(Reduction(group, self._reduced))
+            self._reductions.append(_Reduction(group, self._reduced))
         for shard in sharded.values():
-            stays = self._waits is not None and not self._waits(shard.parameter)
-            (self._staying.add if stays else self._staying.discard)(id(shard.parameter))
+            (self._staying.discard if self._waits(shard.parameter) else self._staying.add)(id(shard.parameter))
         self._forget()  # of those that are to stay now
-        if nbytes:
+        if whole or shards:
+            nbytes = sum(local_of(p).nbytes for p in (*whole.values(), *(s.parameter for s in shards)))
             _log.info(
                 "each backward changes %s of gradients, which the system writes to the drive where memory is short",
                 format_sizes(nbytes)[0],
             )
 
-    def _let_stay(self, key: int) -> None:
-        """The next gradients of a parameter stay: its weight has come back to stay, or it is trained no more."""
-        with self._lock:
-            self._hooks.pop(key).remove()
-            if key in self._memory:
-                self._retired.append(self._memory.pop(key))
+    def _may_wait(self, parameter: torch.Tensor) -> bool:
+        return self._takes(local_of(parameter)) and parameter.requires_grad and self._waits(parameter)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         return is_plain(tensor) and tensor.nbytes >= self._min_nbytes
@@ -135,52 +128,49 @@ class PagedGradients:
                     self._exchange(parameter)
 
     def _exchange(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        waiting = self._moved(parameter, gradient)
+        waiting = None if parameter.grad is None else self._moved(parameter, parameter.grad)
         if waiting is not None:
             parameter.grad = waiting
             self._memory[id(parameter)].send_out()
 
-    def _reduced(self, group: Any) -> None:
-        """FSDP2 has spread the gradients of a group: each process has its part of the sum."""
-        if os.getpid() != self._pid or all(id(parameter) in self._staying for parameter in parameters_of(group)):
+    def _reduced(self, group: Any, made: set[int]) -> None:
+        """FSDP2 has spread the gradients of a group: each process has its part of the sum.
+
+        Args:
+            group: FSDP2's.
+            made: numbers of the parameters whose gradients it has just made, and nothing else has.
+        """
+        if os.getpid() != self._pid or all(id(parameter) in self._staying for parameter in _parameters_of(group)):
             return
         moving = []
-        for parameter, gradient in gradients_of(group):
+        for parameter, gradient in _gradients_of(group):
             mapped = self._memory.get(id(parameter))
             if mapped is not None and mapped.key.cdata == local_of(gradient).untyped_storage()._cdata:
                 mapped.send_out()  # it was added to in place
-            else:
+            elif id(parameter) in made:
                 moving.append((parameter, gradient))
-        for members in owned_together(moving, group):
-            with self._lock:
-                if not self._is_closed:
-                    self._exchange_shards(members)
-
-    def _exchange_shards(self, members: Sequence[tuple[torch.Tensor, Any]]) -> None:
-        """All that lie in one memory, or it would stay."""
-        moved = [
-            self._moved(parameter, gradient._local_tensor)
-            if id(parameter) not in self._staying and self._takes(gradient._local_tensor)
-            else _copied(gradient._local_tensor)
-            for parameter, gradient in members
-        ]
-        if any(local is None for local in moved):
-            return
-        for (parameter, gradient), local in zip(members, moved, strict=True):
-            gradient._local_tensor = local
-            if (mapped := self._memory.get(id(parameter))) is not None:
-                mapped.send_out()
+        with self._lock:
+            if self._is_closed:
+                return
+            moved = [  # all of them, or the memory that they lie in would stay
+                self._moved(parameter, gradient._local_tensor)
+                if id(parameter) not in self._staying and self._takes(gradient._local_tensor)
+                else _copied(gradient._local_tensor)
+                for parameter, gradient in moving
+            ]
+            if any(local is None for local in moved):
+                return
+            for (parameter, gradient), local in zip(moving, moved, strict=True):
+                gradient._local_tensor = local
+                if (mapped := self._memory.get(id(parameter))) is not None:
+                    mapped.send_out()
 
     def _moved(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return these values in memory that shows a file; ``None``: there is no room."""
         mapped, start = self._memory.get(id(parameter)), gradient.data_ptr() % VECTOR_BYTES
         try:
             if mapped is None or (mapped.nbytes, mapped.start) != (gradient.nbytes, start) or mapped.key.alive():
-                if mapped is not None:
-                    self._retired.append(mapped)
-                    del self._memory[id(parameter)]
+                self._retire(id(parameter))
                 mapped = self._files.map_new(gradient.nbytes, start)
             waiting = TensorSpec.of(gradient)._replace(offset=0).view(mapped.show())
             self._memory[id(parameter)] = mapped
@@ -189,18 +179,20 @@ class PagedGradients:
             address = gradient.untyped_storage().data_ptr() + int(gradient.storage_offset()) * gradient.itemsize
             mapped.fill(Region(address, gradient.nbytes))
         except (StorageError, MemoryError) as error:
-            self._warn(error)
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"a gradient has no place to wait in ({error}); it stays in memory, as do others like it, and "
+                    "results are not affected",
+                    stacklevel=2,
+                )
             return None
         return waiting
 
-    def _warn(self, error: BaseException) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"a gradient has no place to wait in ({error}); it stays in memory, as do others like it, and results "
-                "are not affected",
-                stacklevel=3,
-            )
+    def _retire(self, key: int) -> None:
+        """Set aside the memory of a parameter's gradient, which the program may still have."""
+        if (mapped := self._memory.pop(key, None)) is not None:
+            self._retired.append(mapped)
 
     def _forget(self) -> None:
         """Give back the place of gradients that are gone."""
@@ -208,14 +200,13 @@ class PagedGradients:
             for key, hooks in list(self._hooks.items()):
                 if hooks.parameter is None:
                     del self._hooks[key]
-                    if key in self._memory:
-                        self._retired.append(self._memory.pop(key))
+                    self._retire(key)
             self._reductions = [reduction for reduction in self._reductions if reduction.module is not None]
-            sharded = {id(p) for reduction in self._reductions for p in parameters_of(reduction.module)}
+            sharded = {id(p) for reduction in self._reductions for p in _parameters_of(reduction.module)}
             self._staying &= sharded
             waiting = self._hooks.keys() | (sharded - self._staying)
             for key in self._memory.keys() - waiting:
-                self._retired.append(self._memory.pop(key))
+                self._retire(key)
             for mapped in [mapped for mapped in self._retired if not mapped.key.alive()]:
                 self._retired.remove(mapped)
                 mapped.forget()
@@ -240,6 +231,44 @@ class PagedGradients:
             mapped.make_private()
         self._memory.clear()
         self._retired.clear()
+
+
+class _Reduction(MethodPatch):
+    """Tells when a group's gradients have been spread over the processes.
+
+    Not a hook of the parameters: there FSDP2 itself still holds the gradient.
+
+    Args:
+        group: FSDP2's.
+        reduced: called with it, and with the numbers (``id``) of the parameters whose gradients FSDP2 has just made.
+            Nothing but their parameters has these: hooks that get one before are the only code that could.
+    """
+
+    __slots__ = ("_reduced",)
+
+    def __init__(self, group: Any, reduced: Callable[[Any, set[int]], None]) -> None:
+        self._reduced = reduced
+        super().__init__(group, "post_backward", label="the group of shards")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        group = self.module
+        without = {id(parameter) for parameter in _parameters_of(group) if parameter.grad is None}
+        result = self.__wrapped__(*args, **kwargs)
+        if group is not None:
+            hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in _parameters_of(group))
+            self._reduced(group, set() if hooked or group._all_reduce_hook is not None else without)
+        return result
+
+
+def _parameters_of(group: Any) -> list[torch.Tensor]:
+    """The sharded parameters of a group of FSDP2's."""
+    return [] if group is None else [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
+
+
+def _gradients_of(group: Any) -> list[tuple[torch.Tensor, Any]]:
+    """Sharded parameters, with their gradients, that have one of which this process has a plain part."""
+    pairs = [(parameter, parameter.grad) for parameter in _parameters_of(group)]
+    return [(p, g) for p, g in pairs if g is not None and is_shard(g) and type(local_of(g)) is torch.Tensor]
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

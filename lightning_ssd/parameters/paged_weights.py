@@ -117,7 +117,7 @@ class PagedWeights(ABC, Generic[Memory]):
         found = shared_weights(module, self._min_nbytes, self._device)
         places = owners(module, found, watches_compiled=self._watches_compiled)
         try:
-            staying = self._staying(module, found, places, choose)
+            staying = frozenset() if choose is None else self._staying(module, found, places, choose)
         except BudgetError as error:
             forget_frames(error)  # they hold the storages, which would count as held when it is tried again
             found.clear()
@@ -132,8 +132,23 @@ class PagedWeights(ABC, Generic[Memory]):
                 new.clear()  # a handler of the error has our frame, and what it holds would count as held
                 trained.clear()
                 raise
-        self._name_units(module, places)
-        self._stand_in(places)
+        # Weights that were taken over while the model was built get the units and names that they have in it.
+        for weights in shared_weights(module, self._min_nbytes, self._device):
+            weight = self.pager.find(weights.storage)
+            if weight is not None:
+                weight.names, weight.is_frozen = weights.names, weights.is_frozen
+                self.pager.add(places[weights.names[0]], weight)
+        standing = {id(window.module): window for window in self._windows}
+        for place in places.values():
+            unit, user = self.pager.find_unit(place), place[1]
+            if unit is None or user is None:
+                continue
+            if id(user) in standing:
+                standing[id(user)].unit = unit
+                continue
+            make = Window if isinstance(user, nn.Module) else Gathering
+            standing[id(user)] = make(user, unit, self.pager)
+            self._windows.append(standing[id(user)])
 
     def _why_it_stays(self, weights: SharedWeights, place: Place) -> str | None:
         """Why a weight that would wait has to stay in memory; ``None``: it can wait."""
@@ -163,23 +178,18 @@ class PagedWeights(ABC, Generic[Memory]):
         return self.residents is None or self.residents.is_short()
 
     def _staying(
-        self, module: nn.Module, found: list[SharedWeights], places: Mapping[str, Place], choose: Choose | None
+        self, module: nn.Module, found: list[SharedWeights], places: Mapping[str, Place], choose: Choose
     ) -> frozenset[str]:
         """First names of those that could wait and stay."""
-        if choose is None:
-            return frozenset()
         movable = []
         for weights in found:
             place = places[weights.names[0]]
-            if self._may_wait(weights) and self._can_wait(weights, place):
+            if not self._may_wait(weights):
+                continue
+            waits = self.pager.find(weights.storage) is not None
+            if not self._must_return(place) if waits else self._why_it_stays(weights, place) is None:
                 movable.append(self._movable(weights, place))
         return choose(module, movable)
-
-    def _can_wait(self, weights: SharedWeights, place: Place) -> bool:
-        """Whether they do already, or nothing is in the way."""
-        if self.pager.find(weights.storage) is not None:
-            return not self._must_return(place)
-        return self._why_it_stays(weights, place) is None
 
     def _may_wait(self, weights: SharedWeights) -> bool:
         return weights.is_frozen or (self._trained and not self._is_replicated)
@@ -208,27 +218,6 @@ class PagedWeights(ABC, Generic[Memory]):
             elif self._trained and not self._may_wait(weights):
                 self._held[weights.names[0]] = "it is trained, and DistributedDataParallel holds it and its gradient"
         return new, trained
-
-    def _name_units(self, module: nn.Module, places: Mapping[str, Place]) -> None:
-        """Weights that were taken over while the model was built get the units and names that they have in it."""
-        for weights in shared_weights(module, self._min_nbytes, self._device):
-            weight = self.pager.find(weights.storage)
-            if weight is not None:
-                weight.names, weight.is_frozen = weights.names, weights.is_frozen
-                self.pager.add(places[weights.names[0]], weight)
-
-    def _stand_in(self, places: Mapping[str, Place]) -> None:
-        standing = {id(window.module): window for window in self._windows}
-        for place in places.values():
-            unit, user = self.pager.find_unit(place), place[1]
-            if unit is None or user is None:
-                continue
-            if id(user) in standing:
-                standing[id(user)].unit = unit
-                continue
-            make = Window if isinstance(user, nn.Module) else Gathering
-            standing[id(user)] = make(user, unit, self.pager)
-            self._windows.append(standing[id(user)])
 
     def tell(self) -> None:
         """Log how much waits, and warn of what the user may not expect, of the last module that was registered."""

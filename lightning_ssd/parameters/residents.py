@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from lightning_ssd.common.dtensor import local_of
@@ -88,13 +87,6 @@ class MovableWeights:
         return cls(name=weights.names[0], place=place, **facts)
 
 
-class _Decision(NamedTuple):
-    """The bytes of one module's weights that wait, and of those that could and stay."""
-
-    waiting_bytes: int
-    kept_bytes: int
-
-
 class Residents:
     """Decides, for each module that is registered, which of the weights that could wait stay in memory.
 
@@ -108,85 +100,88 @@ class Residents:
     def __init__(self, needs: Needs, gauge: Gauge) -> None:
         self._needs = needs
         self.gauge = gauge
-        self.decisions: dict[int, tuple[weakref.ref[nn.Module], _Decision]] = {}
+        self.decisions: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+        """The bytes of each module's weights that could wait and stay."""
         self.text = ""
         """The last decision, for the log."""
 
     @property
     def kept_bytes(self) -> int:
-        return sum(decision.kept_bytes for _, decision in self._alive())
+        return sum(kept for reference, kept in self.decisions.values() if reference() is not None)
 
     @property
     def modules(self) -> list[nn.Module]:
-        return [module for module, _ in self._alive()]
-
-    def _alive(self) -> list[tuple[nn.Module, _Decision]]:
-        held = [(reference(), decision) for reference, decision in self.decisions.values()]
-        return [(module, decision) for module, decision in held if module is not None]
+        held = [reference() for reference, _ in self.decisions.values()]
+        return [module for module in held if module is not None]
 
     def is_short(self) -> bool:
         """Whether weights that are made now should leave, before it is known what else will need memory."""
         return self._outlook().is_short
 
-    def choose(self, module: nn.Module, movable: Sequence[MovableWeights]) -> frozenset[str]:
-        """Decide on one module.
+    def choose(
+        self, module: nn.Module, movable: Sequence[MovableWeights], *, as_before: bool = False
+    ) -> frozenset[str]:
+        """Decide on one module, and return the names of the weights that stay.
+
+        Args:
+            module: whose weights they are.
+            movable: those that could wait.
+            as_before: weights that have stayed must not leave.
 
         Raises:
             BudgetError: the budget has no room for what cannot wait.
         """
-        members = _members(movable)
-        units = [self._unit(held) for held in members]
-        sizes = _sizes(movable)
-        room_bytes = self._room_bytes(module, movable, window_bytes(sizes))
-        # Two units are in flight: what is frozen takes room in the page cache before its use, too.
-        in_flight_bytes = sum(nbytes for nbytes, _ in sorted(sizes)[-2:])
-        stays = choose_residents(units, room_bytes=room_bytes, in_flight_bytes=in_flight_bytes)
-        decision = self._decide(module, units, stays)
-        waiting, total, room = format_sizes(decision.waiting_bytes, sum(decision), room_bytes or 0)
-        if room_bytes is None:
+        # What is frozen in a unit waits before what is trained in it; the members of each part wait or stay together.
+        parts: dict[tuple[str, object | None, bool], list[MovableWeights]] = {}
+        sizes: dict[Place, tuple[int, bool]] = {}
+        for weights in movable:
+            parts.setdefault((*weights.place, not weights.is_frozen), []).append(weights)
+            nbytes, comes_ahead = sizes.get(weights.place, (0, False))
+            sizes[weights.place] = nbytes + weights.nbytes, comes_ahead or weights.comes_ahead
+        members = list(parts.values())
+        units = [
+            ResidencyUnit(
+                weight_bytes=sum(weights.nbytes for weights in held),
+                gradient_bytes=sum(w.trained_bytes for w in held) if self._needs.gradients == "auto" else 0,
+                is_trained=not held[0].is_frozen,
+            )
+            for held in members
+        ]
+        room_bytes = None
+        if as_before:
+            stays = tuple(not all(weights.waits for weights in held) for held in members)
+        else:
+            room_bytes = self._room_bytes(module, movable, window_bytes(sizes.values()))
+            # Two units are in flight: what is frozen takes room in the page cache before its use, too.
+            in_flight_bytes = sum(nbytes for nbytes, _ in sorted(sizes.values())[-2:])
+            stays = choose_residents(units, room_bytes=room_bytes, in_flight_bytes=in_flight_bytes)
+        kept = sum(unit.weight_bytes for unit, stay in zip(units, stays, strict=True) if stay)
+        every = sum(unit.weight_bytes for unit in units)
+        self.decisions[id(module)] = weakref.ref(module), kept
+        waiting, total, room = format_sizes(every - kept, every, room_bytes or 0)
+        if as_before:
+            self.text = f"as before, {waiting} of weights wait on drives"
+        elif room_bytes is None:
             self.text = f"nothing tells how much memory there is: all {total} of weights may wait"
         elif all(stays):
             self.text = f"no weights wait on drives: memory has room for {room}, and {total} could wait"
         else:
             counted = f"{stays.count(False)} of {pluralize(len(units), 'unit', 'units')}"
             self.text = f"{counted} ({waiting} of {total}) wait on drives: memory has room for {room}"
-        return _names_of(members, stays)
-
-    def _decide(self, module: nn.Module, units: Sequence[ResidencyUnit], stays: Sequence[bool]) -> _Decision:
-        waiting, kept = (
-            sum(unit.weight_bytes for unit, stay in zip(units, stays, strict=True) if stay is kind)
-            for kind in (False, True)
-        )
-        decision = _Decision(waiting, kept)
-        self.decisions[id(module)] = weakref.ref(module), decision
-        return decision
-
-    def as_before(self, module: nn.Module, movable: Sequence[MovableWeights]) -> frozenset[str]:
-        """Decide on a module as before, because weights that have stayed must not leave."""
-        members = _members(movable)
-        units = [self._unit(held) for held in members]
-        stays = [not all(weights.waits for weights in held) for held in members]
-        decision = self._decide(module, units, stays)
-        self.text = f"as before, {format_sizes(decision.waiting_bytes)[0]} of weights wait on drives"
-        return _names_of(members, stays)
-
-    def _unit(self, held: Sequence[MovableWeights]) -> ResidencyUnit:
-        return ResidencyUnit(
-            weight_bytes=sum(weights.nbytes for weights in held),
-            gradient_bytes=sum(w.trained_bytes for w in held) if self._needs.gradients == "auto" else 0,
-            is_trained=not held[0].is_frozen,
-        )
+        return frozenset(w.name for held, stay in zip(members, stays, strict=True) if stay for w in held)
 
     def _room_bytes(self, module: nn.Module, movable: Sequence[MovableWeights], used_bytes: int) -> int | None:
         """For these weights, and what stays with them."""
         self.decisions.pop(id(module), None)
-        modules = [module, *(other for other, _ in self._alive())]  # others that wait for their gradients and states
+        modules = [module, *self.modules]  # others that wait for their gradients and states
         kind = self.gauge.device_type
         parameters = {id(p): p for one in modules for p in one.parameters() if is_plain(local_of(p), kind)}
+        gradients = [local_of(p.grad) for p in parameters.values() if p.grad is not None]
+        storages = {storage_of(g)._cdata: storage_of(g) for g in gradients if is_plain(g, kind) and not is_guarded(g)}
         trained = (
             sum(local_of(p).nbytes for p in parameters.values() if p.requires_grad),
             sum(weights.trained_bytes for weights in movable),
-            _gradient_bytes(parameters.values(), kind),
+            sum(storage.nbytes() for storage in storages.values() if not is_mapped(storage)),  # others wait
         )
         self.gauge.settle()  # what is kept of the model's building would count as needed
         here = sum(weights.nbytes for weights in movable if weights.is_held)
@@ -254,31 +249,3 @@ class Residents:
             coming_bytes=coming_bytes,
             activation_bytes=self._needs.activation_budget,
         )
-
-
-def _gradient_bytes(parameters: Iterable[torch.Tensor], device_type: str) -> int:
-    """Return the bytes of gradients that there are, and that do not wait."""
-    found = [local_of(p.grad) for p in parameters if p.grad is not None]
-    storages = {storage_of(g)._cdata: storage_of(g) for g in found if is_plain(g, device_type) and not is_guarded(g)}
-    return sum(storage.nbytes() for storage in storages.values() if not is_mapped(storage))
-
-
-def _members(movable: Sequence[MovableWeights]) -> list[list[MovableWeights]]:
-    """Return groups that wait or stay together: what is frozen in a unit waits before what is trained in it."""
-    members: dict[tuple[str, object | None, bool], list[MovableWeights]] = {}
-    for weights in movable:
-        members.setdefault((*weights.place, not weights.is_frozen), []).append(weights)
-    return list(members.values())
-
-
-def _names_of(members: Sequence[Sequence[MovableWeights]], stays: Sequence[bool]) -> frozenset[str]:
-    return frozenset(weights.name for held, stay in zip(members, stays, strict=True) if stay for weights in held)
-
-
-def _sizes(movable: Sequence[MovableWeights]) -> list[tuple[int, bool]]:
-    """Return for each unit that is brought in together its size, and whether it comes before its use begins."""
-    sizes: dict[Place, tuple[int, bool]] = {}
-    for weights in movable:
-        nbytes, comes_ahead = sizes.get(weights.place, (0, False))
-        sizes[weights.place] = nbytes + weights.nbytes, comes_ahead or weights.comes_ahead
-    return list(sizes.values())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +13,6 @@ from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.parameters.pager import Pager, Unit
 
 __all__ = ["Gathering", "Window"]
-
-_BETWEEN = (torch.nn.modules.module.__file__, str(Path(__file__).parents[1]))
-"""Where the code lies that runs between the call of a module and a stand-in for its forward."""
-_COMPILER = str(Path(torch.__file__).parent / "_dynamo")
 
 
 class _UnitPatch(MethodPatch):
@@ -55,24 +49,16 @@ class Window(_UnitPatch):
         if torch.compiler.is_compiling() or not unit.weights:
             self._pager.is_traced(unit)
             return self.__wrapped__(*args, **kwargs)
-        if not self._pager.has_told_of_splits and compiler_is_at_work() and not _is_compiled_alone():
+        if not self._pager.has_told_of_splits and compiler_is_at_work():
             self._pager.has_told_of_splits = True
             warnings.warn(
-                f"{unit.name or 'the model'} is compiled together with what is around it, and OffloadPolicy.parameters="
-                "'offload' divides compiled code where weights come, so that results may differ in their last bits "
-                "from those of undivided code. Compile each block by itself (block.compile()) before the model is "
-                "registered, or use parameters='keep'",
+                f"{unit.name or 'the model'} is compiled, after it was registered or with what is around it, and "
+                "OffloadPolicy.parameters='offload' divides compiled code where weights come, so that results may "
+                "differ in their last bits from those of undivided code. Compile each block by itself "
+                "(block.compile()) before the model is registered, or use parameters='keep'",
                 stacklevel=2,
             )
         return self._use(*args, **kwargs)
-
-
-def _is_compiled_alone() -> bool:
-    """Return whether the compiler has been given the module that runs, and nothing around it: nothing is divided."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_COMPILER)
 
 
 class Gathering(_UnitPatch):

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_ssd import OffloadPolicy
 from lightning_ssd.errors import ConfigError
-from lightning_ssd.optimizer.step.contract import is_elementwise, is_known
+from lightning_ssd.optimizer.step.contract import elementwise_kind, is_known
 from tests.support.declared_optimizers import MANY, Momentum, kind
 from tests.support.optimizer_pairs import Pair, offloaded_pair, opened, wrapped
 
@@ -123,6 +123,11 @@ def _coast(self, p, group):
         p.sub_(self.state[p]["m"].mul_(0.9), alpha=group["lr"])
 
 
+def _decay(parameters):
+    for p in parameters:
+        p.mul_(0.9)
+
+
 HOSTILE = {
     "a norm": (kind("Clips", scale=_norm), "a (parameter|state) differed after a step with usual"),
     "a norm in a step that needs its closure": (
@@ -156,6 +161,10 @@ HOSTILE = {
         "what step returns differed|returns",
     ),
     "a rate of zero": (kind("Warms", scale=lambda self: _norm(self)), "differed"),
+    "a list of its own": (
+        kind("OwnList", prepare=lambda self: setattr(self, "mine", self.own), begin=lambda self: _decay(self.mine)),
+        "a (parameter|state) differed|touched a tensor of the model",
+    ),
     "one parameter alone": (
         kind("Odd", scale=lambda self: 1.0 if len(self.own) > 1 else int("one")),
         "a step of one raised ValueError: invalid literal",
@@ -360,7 +369,7 @@ def test_pytorchs_own_and_what_inherits_all_that_a_step_calls_are_known(
     make, known, elementwise, spill_dir, monkeypatch
 ):
     pair = Pair(make, MANY[:-1])
-    assert (is_known(pair.inner), is_elementwise(pair.inner)) == (known, elementwise)
+    assert (is_known(pair.inner), elementwise_kind(pair.inner) is not None) == (known, elementwise)
     with opened(spill_dir) as offloader:
         if not known:
             with pytest.raises(ConfigError, match=r"known to be exact for Adam, AdamW, .*got .*declare it") as refusal:
@@ -415,7 +424,6 @@ def _with_method(name, method):
             lambda p: kind("OwnsDeeper", prepare=lambda self: setattr(self, "bases", {"a": [torch.optim.SGD(p)]}))(p),
             r"owns another one, SGD, in bases",
         ),
-        (lambda p: kind("OwnList", prepare=lambda self: setattr(self, "mine", list(p)))(p), "holds one in mine"),
         (
             lambda p: kind("Scaled", step=lambda self, closure=None, grad_scaler=None: None)(p),
             "got Scaled, whose step takes a grad_scaler.*Take that argument out",

@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step import elementwise
-from lightning_ssd.optimizer.step.stepper import SubgroupStepper
 from tests.support.odd_pairs import OddPair
 from tests.support.optimizer_pairs import (
     Nested,
@@ -150,9 +149,7 @@ def test_a_rate_of_zero_does_not_hide_that_slices_differ(rate):
     """Warm-ups begin at 0, and trials are made before the first step."""
     optimizer = Ragged([nn.Parameter(torch.ones(300, 200))], lr=0.1)
     optimizer.param_groups[0]["lr"] = rate
-    trials = elementwise.UpdateProbe(
-        SubgroupStepper(optimizer), optimizer, is_elementwise=True, has_master=lambda p: False, state_of=lambda p: {}
-    )
+    trials = elementwise.UpdateProbe(optimizer, kind=Ragged, has_master=lambda p: False)
     assert not trials.may_slice(optimizer.param_groups[0]["params"][0], 0)
     assert optimizer.param_groups[0]["lr"] is rate
 

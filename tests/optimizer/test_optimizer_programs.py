@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
-from lightning_ssd.optimizer.step.stepper import SubgroupStepper
 from tests.support.declared_optimizers import Momentum
 from tests.support.odd_pairs import OddPair
 from tests.support.opened import offloader_in
@@ -349,13 +348,7 @@ def test_what_is_cut(dtype, has_master, fused, may):
     """SGD with a rate of 1 multiplies by nothing else: no trial with these options tells slices from the whole."""
     parameter = nn.Parameter(torch.zeros(8, dtype=dtype))
     optimizer = optim.SGD([parameter], lr=1.0, fused=fused)
-    probe = UpdateProbe(
-        SubgroupStepper(optimizer),
-        optimizer,
-        is_elementwise=True,
-        has_master=lambda p: has_master,
-        state_of=lambda p: {},
-    )
+    probe = UpdateProbe(optimizer, kind=optim.SGD, has_master=lambda p: has_master)
     assert probe.may_slice(parameter, 0) is may
 
 

@@ -172,7 +172,7 @@ def test_a_drive_that_gives_nothing_back_says_what_to_do(window, opened):
     assert same(loop.run(2).result(), plain.run(2).result())
 
 
-OF_GRADIENTS, OF_WEIGHTS = ("device_gradients", "device_moves"), ("device_memory", "device_pager", "pager")
+OF_GRADIENTS, OF_WEIGHTS = ("device_gradients", "device_pager"), ("device_memory", "device_pager", "pager")
 
 
 @pytest.mark.slow

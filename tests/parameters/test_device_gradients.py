@@ -587,10 +587,6 @@ GIVEN = {
     "into itself": _into_itself,
     "into another": _into_another,
     "to a subclass": _to_a_subclass,
-    "of a function": _of(Gives),
-    "of a boxed function": _of(GivesFromABox),
-    "of a function in the backward of a subclass": _of(Gives, Subclass),
-    "of a tangent": _of_a_tangent,
     "unpacked in the backward of a subclass": _unpacked_in_the_backward_of_a_subclass,
     "with a graph": _with_a_graph,
     "two": _two,
@@ -618,6 +614,20 @@ def test_a_gradient_that_autograd_is_given(gives, opened):
         layer(x).pow(2).sum().backward()
         found.append([given, layer.weight.grad.clone()])
     assert same(*found)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own use of it, with a tangent
+@pytest.mark.parametrize("gives", [_of(Gives), _of(GivesFromABox), _of(Gives, Subclass), _of_a_tangent])
+def test_a_function_that_returns_a_gradient_that_is_away_is_refused(gives, opened):
+    offloader = opened()
+    layer = taken_over(offloader, nn.Linear(128, 128, bias=False))
+    x = torch.randn(5, 128)
+    layer(x).pow(2).sum().backward()
+    offloader.send_out_weights()
+    assert eventually(offloader, lambda: len(gone(layer)) == 1)
+    with pytest.raises(RuntimeError, match=r"Function returned an offloaded weight or gradient .* Return a copy"):
+        gives(layer, x)
+    assert all(weight.memory.num_users == 0 for weight in pager_of(offloader).weights), "it may leave again"
 
 
 def test_autograd_is_plain_again_afterwards(opened):

@@ -212,6 +212,20 @@ def test_a_program_computes_what_it_computes_in_plain_pytorch(name, opened):
     assert same(*results)
 
 
+def test_a_graph_that_has_saved_a_view_of_a_weight_that_was_given_other_data_is_an_error(opened):
+    """Plain PyTorch computes with the old ones, which the view holds."""
+    model = frozen(partial(nn.Linear, 256, 64))
+    offloader = opened(model)
+    x = torch.ones(4, 256, requires_grad=True)
+    with offloader.saved_tensors():
+        loss = model(x).sum()
+    model.weight.data = torch.zeros(64, 256)
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"weight weight was given other memory .* between forward and backward"):
+        loss.backward()
+    assert x.grad is None
+
+
 # -- memory that is not there ------------------------------------------------------------------------------------------
 
 
@@ -271,7 +285,6 @@ USES = {
     "linearize": lambda weight: torch.func.linearize(torch.sin, weight)[1](torch.ones(64, 256)),
     "compiled": lambda weight: torch.compile(lambda w: w.sin(), backend="aot_eager")(weight),
     "gradient": lambda weight: _prehook(weight, "argument"),
-    "gradient of a function": lambda weight: _prehook(weight, "backward"),
 }
 
 
@@ -295,6 +308,14 @@ def _prehook(weight, where):
     y = Gives.apply(x, lambda: weight) if where == "backward" else x * 2
     y.backward(weight if where == "argument" else torch.ones(64, 256))
     return x.grad
+
+
+def test_a_function_that_returns_a_weight_that_is_away_is_refused(opened):
+    model = frozen(Scale)
+    opened(model)
+    assert away(model)
+    with pytest.raises(RuntimeError, match=r"Function returned an offloaded weight or gradient .* Return a copy"):
+        _prehook(model.weight, "backward")
 
 
 def test_hooks_that_were_entered_before_the_offloader_was_opened_may_give_a_weight_itself(opened):

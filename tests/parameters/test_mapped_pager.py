@@ -6,9 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lightning_ssd.memory import host_room
 from lightning_ssd.memory.file_mapping import READ_BYTES
-from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager
 from lightning_ssd.parameters.pager import Weight
@@ -26,9 +24,9 @@ def opened_pager(spill_dir, opened):
     files = WeightFiles(backend, [spill_dir])
     storages = []
     for number in range(5):
-        memory = files.write(torch.zeros(NUM_PARTS * READ_BYTES, dtype=torch.uint8).untyped_storage(), changes=False)
+        memory = files.write(torch.zeros(NUM_PARTS * READ_BYTES, dtype=torch.uint8).untyped_storage(), changes=True)
         storages.append(memory.show())
-        opened.add((f"unit {number}", None), Weight([f"weight {number}"], memory, is_frozen=True))
+        opened.add((f"unit {number}", None), Weight([f"weight {number}"], memory, is_frozen=False))
     try:
         yield opened
     finally:
@@ -43,50 +41,10 @@ def use(pager, unit):
         pager.leave(unit)
 
 
-class Room:
-    def __init__(self, patch):
-        self.nbytes = None
-        patch.setattr(host_room, "host_available_bytes", self.ask)
-        patch.setattr(host_room, "_LOOK_S", 0.0)
-
-    def ask(self, cached_bytes):
-        return self.nbytes
-
-
-UNIT = NUM_PARTS * READ_BYTES
-AMPLE = 2 * 5 * UNIT
-
-
-@pytest.mark.parametrize(
-    ("num_sharing", "room", "comes"),
-    [
-        (1, AMPLE, True),
-        (1, AMPLE - 1, False),
-        (1, None, False),
-        (2, AMPLE, False),
-        (2, 2 * AMPLE, True),
-        (None, 100 * AMPLE, False),
-    ],
-)
-def test_what_comes_next_is_mapped_where_memory_is_ample(spill_dir, monkeypatch, num_sharing, room, comes):
-    memory = Room(monkeypatch)
-    memory.nbytes = room
-    with opened_pager(spill_dir, MappedPager(None if num_sharing is None else HostRoom(num_sharing))) as pager:
-        for unit in (*pager.units[:3], pager.units[0]):  # then comes 1
-            use(pager, unit)
-        latch = pager.units[1].coming
-        assert (latch is not None) is comes
-        assert pager.window_bytes == (2 if comes else 1) * UNIT
-        if latch is not None:
-            latch.wait()
-        assert pager.resident_bytes == (UNIT if comes else 0)
-
-
 @pytest.mark.parametrize("has_come", [False, True])
 def test_what_was_mapped_ahead_and_is_not_used_leaves(spill_dir, monkeypatch, has_come):
     """Also where it comes when it is expected no more."""
-    Room(monkeypatch).nbytes = AMPLE
-    with opened_pager(spill_dir, MappedPager(HostRoom())) as pager:
+    with opened_pager(spill_dir, MappedPager()) as pager:
         for unit in pager.units[:3]:
             use(pager, unit)
         may_come = threading.Event()

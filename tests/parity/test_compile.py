@@ -65,7 +65,13 @@ def wrapped_blocks(model):
 
 @pytest.mark.parametrize(
     ("prepare", "is_told", "is_early"),
-    [(by_block, False, False), (wrapped_blocks, False, True), (whole, True, False), (whole, True, True)],
+    [
+        (by_block, True, False),
+        (by_block, False, True),
+        (wrapped_blocks, False, True),
+        (whole, True, False),
+        (whole, True, True),
+    ],
 )
 def test_code_that_weights_divide_is_told_of_once(prepare, is_told, is_early, tmp_path):
     policy = OffloadPolicy(
@@ -89,5 +95,5 @@ def test_code_that_weights_divide_is_told_of_once(prepare, is_told, is_early, tm
             optimizer.step()
         assert offloader.stats.weights_bytes > 0
     told = [str(warning.message) for warning in caught if "divides compiled code" in str(warning.message)]
-    assert len(told) == (is_told and not is_early)  # compiled before, the whole is one unit
+    assert len(told) == (is_told and not is_early)  # compiled before, a block or the whole is one unit
     assert all("Compile each block by itself (block.compile()) before the model is registered" in text for text in told)

@@ -98,24 +98,20 @@ def saved_in_full(
     groups: list[dict[str, Any]] = states[number]["param_groups"]
     parameters: dict[Any, torch.Tensor] = dict(_names(module))
     if all(isinstance(key, int) for group in groups for key in group["params"]):
-        parameters = _numbered(groups, optimizer, path)
+        # The numbers that plain PyTorch gives them, in the order of the optimizer's groups.
+        theirs, own = ([len(group["params"]) for group in found] for found in (groups, optimizer.param_groups))
+        if theirs != own:
+            raise ConfigError(
+                f"{path} has an optimizer with groups of {theirs} parameters, and this optimizer has groups of {own}. "
+                "Only the same groups can be loaded. Build the optimizer as it was when the checkpoint was saved"
+            )
+        keys = (key for group in groups for key in group["params"])
+        parameters = dict(zip(keys, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
 
     def read(key: Any, parameter: torch.Tensor) -> State:
         return {name: _part(value, parameter) for name, value in saved.get(key, {}).items()}
 
     return _state_dict(groups, parameters, read, optimizer)
-
-
-def _numbered(groups: list[dict[str, Any]], optimizer: Optimizer, path: Path) -> dict[Any, torch.Tensor]:
-    """Return the parameters by the numbers that plain PyTorch gives them, in the order of the optimizer's groups."""
-    saved, own = ([len(group["params"]) for group in found] for found in (groups, optimizer.param_groups))
-    if saved != own:
-        raise ConfigError(
-            f"{path} has an optimizer with groups of {saved} parameters, and this optimizer has groups of {own}. Only "
-            "the same groups can be loaded. Build the optimizer as it was when the checkpoint was saved"
-        )
-    keys = (key for group in groups for key in group["params"])
-    return dict(zip(keys, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
 
 
 def _state_dict(
@@ -163,21 +159,19 @@ def _read(
     values: dict[str, Any] = {}
     for key in keys:
         entry = metadata.state_dict_metadata[key]
-        values[key] = _room(entry, parameter) if isinstance(entry, TensorStorageMetadata) else None
+        values[key] = None
+        if isinstance(entry, TensorStorageMetadata):
+            # If it is sharded as its parameter is, there is room for this process' part.
+            is_part = parameter is not None and entry.size == parameter.shape and parameter.dim() > 0
+            shape = local_of(parameter).shape if parameter is not None and is_part else entry.size
+            room = torch.empty(shape, dtype=entry.properties.dtype, device="cpu")
+            values[key] = wrap(room, spec_of(parameter)) if parameter is not None and is_part else room
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(values, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
     nested: dict[Any, Any] = unflatten_state_dict(values, dict(keys))
     return nested
-
-
-def _room(entry: TensorStorageMetadata, parameter: torch.Tensor | None) -> torch.Tensor:
-    """Allocate memory for a saved tensor; if it is sharded as its parameter is, for this process' part."""
-    dtype = entry.properties.dtype
-    if parameter is None or entry.size != parameter.shape or parameter.dim() == 0:
-        return torch.empty(entry.size, dtype=dtype, device="cpu")
-    return wrap(torch.empty(local_of(parameter).shape, dtype=dtype, device="cpu"), spec_of(parameter))
 
 
 def _part(value: Any, parameter: torch.Tensor) -> Any:

@@ -16,7 +16,6 @@ from lightning_ssd.memory.file_mapping import FileView
 from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.optimizer.step.layout import MOVED, Field
 from lightning_ssd.optimizer.step.partition import Partition, shared
-from lightning_ssd.optimizer.step.subgroups import Part
 from lightning_ssd.optimizer.step.types import State
 from lightning_ssd.optimizer.store.entry import CopyPin, StoredCopy
 from lightning_ssd.optimizer.store.store import StateStore
@@ -82,12 +81,17 @@ class Snapshot:
         """Map the slices of a parameter's state side by side, as one tensor (or the local part of a DTensor)."""
         places = self._partition.places[parameter]
         shape, stride = self._partition.shapes[parameter]
-        first = self._field(*places[0], key)
-        size = first.dtype.itemsize
-        num_elements = self._part(*places[-1]).stop
-        view = FileView(num_elements * size, keeps=self._hold)
+        pieces = []
         for index, number in places:
-            part, field = self._part(index, number), self._field(index, number, key)
+            subgroup = self._partition.subgroups[index]
+            value = subgroup.templates[number][key]
+            # A part's tensor that is too small to be moved is in the template itself.
+            field: Any = subgroup.field(number, key) if value is MOVED else local_of(value)
+            pieces.append((index, number, subgroup.parts[number], field))
+        first = pieces[0][-1]
+        size = first.dtype.itemsize
+        view = FileView(pieces[-1][2].stop * size, keeps=self._hold)
+        for index, number, part, field in pieces:
             if isinstance(field, Field) and (index in self._memory or part.start * size % PAGE_BYTES):
                 field = local_of(self._whole(index, number, key)).cpu()  # a piece that cannot be mapped side by side
             if isinstance(field, Field):
@@ -96,12 +100,3 @@ class Snapshot:
                 flat = view.tensor(part.start * size, field.dtype, (field.numel(),), (1,))
                 flat.copy_(field.flatten())
         return view.tensor(0, first.dtype, shape, stride)
-
-    def _field(self, index: int, number: int, key: Hashable) -> Any:
-        """Return the place of a part's tensor, or the tensor itself if it is too small to be moved."""
-        subgroup = self._partition.subgroups[index]
-        value = subgroup.templates[number][key]
-        return subgroup.field(number, key) if value is MOVED else local_of(value)
-
-    def _part(self, index: int, number: int) -> Part:
-        return self._partition.subgroups[index].parts[number]

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from types import FunctionType, MemberDescriptorType
 from typing import Any
 
-import torch
-from torch import nn, optim
+from torch import optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_ssd.common.dtensor import address_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.aliases import Span, are_apart, is_held
 from lightning_ssd.optimizer.step.stepper import without_hooks
 
 __all__ = [
-    "is_elementwise",
+    "elementwise_kind",
     "is_known",
     "refuse_by_kind",
     "refuse_differentiable",
@@ -56,37 +54,36 @@ _KEEP = "OffloadPolicy.optimizer_states='keep'"
 _OFFLOAD = "OffloadPolicy.optimizer_states='offload'"
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer is known to update each element by itself."""
-    return _runs_code_of(type(optimizer), _ELEMENTWISE)
+def elementwise_kind(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Return PyTorch's class whose code the optimizer runs, if that is known to update each element by itself."""
+    return _kind_run(type(optimizer), _ELEMENTWISE)
 
 
 def is_known(optimizer: Optimizer) -> bool:
     """Return whether the optimizer is known to update each parameter by itself."""
-    return _runs_code_of(type(optimizer), (*_ELEMENTWISE, *_BY_PARAMETER))
+    return _kind_run(type(optimizer), (*_ELEMENTWISE, *_BY_PARAMETER)) is not None
 
 
-def _runs_code_of(kind: type[Optimizer], known_kinds: Collection[type[Optimizer]]) -> bool:
+def _kind_run(kind: type[Optimizer], known_kinds: Collection[type[Optimizer]]) -> type[Optimizer] | None:
     known: Any = next((base for base in kind.__mro__ if any(base is known for known in known_kinds)), None)
-    if known is None or not all(_is_torchs(method) for base in known.__mro__ for method in vars(base).values()):
-        return False
+    methods = [
+        without_hooks(method) for base in (() if known is None else known.__mro__) for method in vars(base).values()
+    ]
+    # The last two define the wrappers of deprecated methods. Other code has replaced what is elsewhere.
+    places = ("torch.", "typing_extensions", "warnings")
+    modules = [method.__globals__["__name__"] for method in methods if isinstance(method, FunctionType)]
+    if known is None or not all(module.startswith(places) for module in modules):
+        return None
     own = {name for base in kind.__mro__ if base not in known.__mro__ for name in vars(base)} - {*_UNCALLED}
     called = [name for name in own if hasattr(known, name) and not name.startswith("__")]
-    return not own & {"param_groups", "state", "__getattribute__", "__getattr__", "__setattr__"} and all(
+    is_run = not own & {"param_groups", "state", "__getattribute__", "__getattr__", "__setattr__"} and all(
         without_hooks(getattr(kind, name)) is without_hooks(getattr(known, name)) for name in called
     )
-
-
-def _is_torchs(method: Any) -> bool:
-    """Return whether a method of one of PyTorch's classes is PyTorch's own, and was not replaced."""
-    method = without_hooks(method)
-    # The last two define the wrappers of deprecated methods.
-    places = ("torch.", "typing_extensions", "warnings")
-    return not isinstance(method, FunctionType) or method.__globals__["__name__"].startswith(places)
+    return known if is_run else None
 
 
 def refuse_undeclared(optimizer: Optimizer, declared: Collection[str]) -> None:
-    """Refuse a class that is neither known nor declared, and a declared one that keeps its own list of parameters."""
+    """Refuse a class that is neither known nor declared, and a declared one whose attributes no call can replace."""
     kind, name = type(optimizer), type(optimizer).__name__
     if is_known(optimizer):
         return
@@ -106,13 +103,6 @@ def refuse_undeclared(optimizer: Optimizer, declared: Collection[str]) -> None:
             f"some of its parameters can replace; got {name}, which has {elsewhere[0]!r} in __slots__ or in a "
             f"property. Make it a plain attribute, or use {_KEEP}"
         )
-    addresses = {address_of(p) for group in optimizer.param_groups for p in group["params"]} - {0}
-    for place, leaf in _held(optimizer):
-        if isinstance(leaf, torch.Tensor) and address_of(leaf) in addresses:
-            raise ConfigError(
-                f"{_OFFLOAD} expects an optimizer that finds its parameters in param_groups; got {name}, which holds "
-                f"one in {place}, too, and would not see that a call is for some of them. Use {_KEEP}"
-            )
 
 
 def refuse_by_kind(optimizer: Optimizer) -> None:
@@ -133,13 +123,15 @@ def refuse_by_kind(optimizer: Optimizer) -> None:
             f"{_OFFLOAD} got {name}, whose train() and eval() exchange all weights by its states at once, as "
             f"schedule-free optimizers do. Use {_KEEP}"
         )
-    for place, value in _held(optimizer):
+    for place, value in vars(optimizer).items():
+        held = () if place in ("state", "param_groups") else tree_leaves(value)
         # A scheduler may refer to what an earlier offload_optimizer() returned.
-        if owned := [found for found in _optimizers_in(value) if getattr(found, "inner", found) is not optimizer]:
+        owned = (leaf for leaf in held if isinstance(leaf, Optimizer) and getattr(leaf, "inner", leaf) is not optimizer)
+        if (one := next(owned, None)) is not None:
             raise ConfigError(
                 f"{_OFFLOAD} expects an optimizer that updates its parameters itself; got {name}, which owns another "
-                f"one, {type(owned[0]).__name__}, in {place}. Offload that one and wrap what offload_optimizer() "
-                f"returns, or use {_KEEP}"
+                f"one, {type(one).__name__}, in {place}. Offload that one and wrap what offload_optimizer() returns, "
+                f"or use {_KEEP}"
             )
     refuse_own_step(optimizer)
     if "grad_scaler" in inspect.signature(kind.step).parameters:
@@ -186,34 +178,6 @@ def refuse_differentiable(optimizer: Optimizer) -> None:
                 f"param_groups[{number}], whose states belong to autograd's graph, which cannot wait on a drive. Use "
                 f"{_KEEP}"
             )
-
-
-def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield the values that an optimizer holds besides its parameters and states, after the names of their places."""
-    for place, value in vars(optimizer).items():
-        if place not in ("state", "param_groups", "step") and not place.startswith("_optimizer_"):
-            yield from ((place, leaf) for leaf in tree_leaves(value))
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
-        yield from (("param_groups", leaf) for leaf in tree_leaves(options))
-
-
-def _optimizers_in(value: Any) -> Iterator[Any]:
-    """Yield the optimizers in a value: itself, those in containers, and those that an object in it refers to."""
-    for leaf in tree_leaves(value):
-        if _is_optimizer(leaf):
-            yield leaf
-        elif not isinstance(leaf, type | torch.Tensor | nn.Module):
-            held = getattr(leaf, "__dict__", None)
-            inner = [getattr(leaf, "__self__", None), *(held.values() if isinstance(held, Mapping) else ())]
-            yield from filter(_is_optimizer, inner)
-
-
-def _is_optimizer(value: Any) -> bool:
-    if isinstance(value, Optimizer):
-        return True
-    is_object = not isinstance(value, type | torch.Tensor | nn.Module | Mapping)
-    return is_object and hasattr(value, "param_groups") and callable(getattr(value, "step", None))
 
 
 def refuse_shared_memory(memory: Sequence[Sequence[Span]]) -> None:

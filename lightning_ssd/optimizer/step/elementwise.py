@@ -6,7 +6,6 @@ loops may round the last elements in another way, and a slice has other last ele
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,13 +13,10 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_ssd.common.dtensor import as_piece, is_shard, local_of
-from lightning_ssd.common.tensors import PLAIN_TYPES
-from lightning_ssd.optimizer.step.copies import copied
-from lightning_ssd.optimizer.step.stepper import SubgroupStepper, with_attributes
+from lightning_ssd.optimizer.step.stepper import without_hooks
 from lightning_ssd.optimizer.step.subgroups import GRANULE
-from lightning_ssd.optimizer.step.types import State
 
-__all__ = ["UpdateProbe"]
+__all__ = ["UpdateProbe", "rate_of_trial"]
 
 _NUM_STATES = 2
 """Assumed number of state tensors of the parameter's size, for optimizers that are not known to be elementwise."""
@@ -37,27 +33,20 @@ _TRIED_RATE = 1e-3
 class UpdateProbe:
     """Runs one trial per group, type, device and kind of kernels; later parameters of this kind get the same answer.
 
+    The trial steps an optimizer of its own, with the options of the user's.
+
     Args:
-        inner: calls the optimizer.
         optimizer: the user's optimizer; its groups and states do not change.
-        is_elementwise: whether the optimizer is known to update every element by itself.
+        kind: class whose code it runs, which is known to update every element by itself; ``None``: it runs another.
         has_master: returns whether the optimizer updates a float32 copy of a parameter.
-        state_of: returns the state of a parameter.
     """
 
     def __init__(
-        self,
-        inner: SubgroupStepper,
-        optimizer: Optimizer,
-        *,
-        is_elementwise: bool,
-        has_master: Callable[[torch.Tensor], bool],
-        state_of: Callable[[torch.Tensor], State],
+        self, optimizer: Optimizer, *, kind: type[Optimizer] | None, has_master: Callable[[torch.Tensor], bool]
     ) -> None:
-        self._inner = inner
         self._optimizer = optimizer
-        self._is_elementwise = is_elementwise
-        self._has_master, self._state_of = has_master, state_of
+        self._kind: Any = kind
+        self._has_master = has_master
         self._found: dict[tuple[Any, ...], int] = {}
 
     def may_slice(self, parameter: torch.Tensor, group: int) -> bool:
@@ -87,7 +76,7 @@ class UpdateProbe:
         return bool(self._optimizer.param_groups[group].get("fused"))
 
     def _is_known(self, parameter: torch.Tensor) -> bool:
-        return self._is_elementwise and parameter.dtype.is_floating_point
+        return self._kind is not None and parameter.dtype.is_floating_point
 
     def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
         return torch.float32 if self._has_master(parameter) else parameter.dtype
@@ -97,13 +86,14 @@ class UpdateProbe:
         copy_bytes = dtype.itemsize if self._has_master(parameter) else 0
         if not self._is_known(parameter) or parameter.layout != torch.strided:
             return _NUM_STATES * dtype.itemsize + copy_bytes
-        # The state of a 0-dimensional parameter looks like a step count and cannot be resized. So it has its own trial.
+        # The state of a 0-dimensional parameter looks like a step count. So it has its own trial.
         shape = (_TINY,) if parameter.dim() > 0 else ()
         number = as_piece(torch.zeros(shape, dtype=dtype, device=parameter.device), parameter)
         number.grad = torch.zeros_like(number)
-        state = self._step([number], group, [self._example(parameter, _TINY)])[0]
-        sizes: list[int] = [value.dtype.itemsize for value in state.values() if _is_like(value, number)]
-        return sum(sizes) + copy_bytes
+        optimizer = self._tried([number], group)
+        without_hooks(self._kind.step)(optimizer)
+        tensors = [value for value in optimizer.state[number].values() if isinstance(value, torch.Tensor)]
+        return sum(value.dtype.itemsize for value in tensors if value.shape == number.shape) + copy_bytes
 
     def _try_slices(self, parameter: torch.Tensor, group: int) -> bool:
         generator = torch.Generator().manual_seed(0)
@@ -112,62 +102,42 @@ class UpdateProbe:
             made = torch.randn(_NUM_TRIED, generator=generator, device="cpu")
             return made.to(parameter.device, self._dtype_of(parameter))
 
+        def cut(whole: torch.Tensor) -> Sequence[torch.Tensor]:
+            """Cut into one granule, many tiny pieces (which have last elements only), and the rest."""
+            tiny = [_TINY] * (_NUM_TINY // _TINY)
+            return torch.split(whole, [GRANULE, *tiny, _NUM_TRIED - GRANULE - sum(tiny)])
+
         start = numbers()
         whole = as_piece(start, parameter)
-        parts = [as_piece(part.clone(), parameter) for part in _cut(start)]
-        whole_states = [self._example(parameter, _NUM_TRIED)]
-        part_states = [self._example(parameter, part.numel()) for part in parts]
+        parts = [as_piece(part.clone(), parameter) for part in cut(start)]
+        together, apart = self._tried([whole], group), self._tried(parts, group)
         for _ in range(_NUM_STEPS):
             gradient = numbers()
             whole.grad = as_piece(gradient.clone(), parameter)
-            for part, piece in zip(parts, _cut(gradient), strict=True):
+            for part, piece in zip(parts, cut(gradient), strict=True):
                 part.grad = as_piece(piece.clone(), parameter)
-            whole_states = self._step([whole], group, whole_states)
-            part_states = self._step(parts, group, part_states)
+            for optimizer in (together, apart):
+                without_hooks(self._kind.step)(optimizer)
         return _equal(whole, parts) and all(
-            _equal(value, [state[key] for state in part_states])
-            for key, value in whole_states[0].items()
+            _equal(value, [apart.state[part][key] for part in parts])
+            for key, value in together.state[whole].items()
             if isinstance(value, torch.Tensor)
         )
 
-    def _step(self, tensors: Sequence[torch.Tensor], group: int, states: Sequence[State]) -> list[State]:
-        """Step tensors with the options of a group, and without what ``GradScaler`` sets; return their states."""
-        options = self._optimizer.param_groups[group] | {"params": tensors}
-        rate = options.get("lr")
-        if isinstance(rate, int | float | torch.Tensor) and not rate:  # a warm-up begins so, and nothing would change
-            options["lr"] = torch.full_like(rate, _TRIED_RATE) if isinstance(rate, torch.Tensor) else _TRIED_RATE
-        held = defaultdict[Any, State](dict, zip(tensors, states, strict=True))
-        with_attributes(
-            self._optimizer,
-            {"grad_scale": None, "found_inf": None},
-            lambda: self._inner.lend([options], held, self._inner.call),
-        )
-        return [held[tensor] for tensor in tensors]
-
-    def _example(self, parameter: torch.Tensor, num_elements: int) -> State:
-        """Return the parameter's present state (Adagrad's constructor makes some), resized for a trial."""
-        dtype, state = self._dtype_of(parameter), self._state_of(parameter)
-        return {key: _resized(value, parameter, num_elements, dtype) for key, value in state.items()}
+    def _tried(self, tensors: Sequence[torch.Tensor], group: int) -> Optimizer:
+        """Return an optimizer of tensors with the options of a group."""
+        options = {key: value for key, value in self._optimizer.param_groups[group].items() if key != "param_names"}
+        if "lr" in options:
+            options["lr"] = rate_of_trial(options["lr"])
+        made: Optimizer = self._kind([options | {"params": tensors}])
+        return made
 
 
-def _is_like(value: object, number: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == number.shape
-
-
-def _cut(whole: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Cut a tensor into one granule, many tiny pieces (which have last elements only), and the rest."""
-    tiny = [_TINY] * (_NUM_TINY // _TINY)
-    return torch.split(whole, [GRANULE, *tiny, _NUM_TRIED - GRANULE - sum(tiny)])
-
-
-def _resized(value: object, parameter: torch.Tensor, num_elements: int, dtype: torch.dtype) -> object:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape == parameter.shape and value.dim() > 0 and type(local := local_of(value)) in PLAIN_TYPES:
-        first = local.flatten()[:1] if local.numel() > 0 else local.new_zeros(1)
-        resized = first.expand(num_elements).clone()
-        return as_piece(resized.to(dtype) if value.dtype == parameter.dtype else resized, parameter)
-    return copied(value, {})
+def rate_of_trial(rate: Any) -> Any:
+    """Return a learning rate for a trial: a warm-up begins at 0, with which nothing would change."""
+    if not isinstance(rate, int | float | torch.Tensor) or rate:
+        return rate
+    return torch.full_like(rate, _TRIED_RATE) if isinstance(rate, torch.Tensor) else _TRIED_RATE
 
 
 def _equal(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:

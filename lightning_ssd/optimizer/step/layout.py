@@ -26,7 +26,6 @@ __all__ = [
     "moved_out",
     "moves",
     "owned",
-    "settled",
 ]
 
 MIN_NBYTES = 4096
@@ -123,34 +122,19 @@ class Layout:
             field.view(storage).copy_(value)
 
 
-def settled(state: State, storage: torch.UntypedStorage | None, device: torch.device) -> State:
-    """Return a state whose unmoved tensors have their own memory, because the subgroup's memory is reused.
-
-    Args:
-        state: the state after a call.
-        storage: memory of the subgroup, which the state's tensors were in before.
-        device: device of the tensors that are moved.
-    """
-    moving = {id(value) for value in state.values() if moves(value, device)}
-    return moved_out(state, storage, except_for=moving)
-
-
 def moved_out(state: State, storage: torch.UntypedStorage | None, *, except_for: Collection[int] = ()) -> State:
     """Give the state's tensors in ``storage``, which do not overlap, their own memory. They stay the same objects."""
     for tensor in tensors_in(state):
-        if storage is not None and id(tensor) not in except_for and _is_inside(tensor, storage):
-            local, [(first, end)] = local_of(tensor), spans_of(tensor)
+        spans = spans_of(tensor) if storage is not None and id(tensor) not in except_for else ()
+        for first, end in spans:
+            if storage is None or not storage.data_ptr() <= first < storage.data_ptr() + storage.nbytes():
+                continue
+            local = local_of(tensor)
             begin = first - (first - storage.data_ptr()) % _LINE_NBYTES
             own = storage_bytes(storage, begin - storage.data_ptr(), end - begin).clone().untyped_storage()
             with torch.no_grad():
                 local.set_(own, (first - begin) // local.element_size(), local.shape, local.stride())
     return state
-
-
-def _is_inside(value: Any, storage: torch.UntypedStorage | None) -> bool:
-    if storage is None or not isinstance(value, torch.Tensor):
-        return False
-    return any(storage.data_ptr() <= first < storage.data_ptr() + storage.nbytes() for first, _ in spans_of(value))
 
 
 def is_unchanged(before: State, after: State, device: torch.device, *, is_cut: bool) -> bool:
@@ -197,12 +181,14 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def owned(states: Sequence[State], device: torch.device) -> list[State]:
     """Copy the values that stay in memory, so that edits by another holder have no effect. A move copies the others."""
-    return [{key: value if moves(value, device) else _copied(value) for key, value in s.items()} for s in states]
-
-
-def _copied(value: Any) -> Any:
     # A clone of a view has the bytes of the view; a deepcopy has those of the whole storage.
-    return value.detach().clone() if is_bare(value) else copied(value, {})
+    return [
+        {
+            key: value if moves(value, device) else value.detach().clone() if is_bare(value) else copied(value, {})
+            for key, value in state.items()
+        }
+        for state in states
+    ]
 
 
 def moves(value: Any, device: torch.device) -> bool:

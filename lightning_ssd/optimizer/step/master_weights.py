@@ -35,7 +35,12 @@ def to_master(piece: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
     The tensor is the float32 copy with the converted gradient. Where the parameter differs from the rounded copy, the
     program has changed it (loaded weights, pruned it, swapped in an average). The copy takes over these elements.
     """
-    mine = {key: _widened(value, piece) for key, value in state.items()}
+
+    def is_like(value: Any) -> bool:
+        """Return whether the optimizer has made a state for the parameter itself, and so in its type."""
+        return is_bare(value) and value.dtype == piece.dtype and value.numel() == piece.numel()
+
+    mine = {key: value.float() if is_like(value) else value for key, value in state.items()}
     master: torch.Tensor | None = mine.pop(MASTER, None)
     now = piece.detach()
     if master is None:
@@ -59,10 +64,3 @@ def from_master(piece: torch.Tensor, master: torch.Tensor, state: State) -> Stat
         master = master.detach()
     piece.detach().copy_(master)
     return {**state, MASTER: master}
-
-
-def _widened(value: Any, piece: torch.Tensor) -> Any:
-    """Convert a state that the optimizer has made for the parameter itself, and so in its type, to float32."""
-    if is_bare(value) and value.dtype == piece.dtype and value.numel() == piece.numel():
-        return value.float()
-    return value

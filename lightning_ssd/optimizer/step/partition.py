@@ -10,7 +10,6 @@ import torch
 
 from lightning_ssd.common.dtensor import as_piece, even_numel, is_shard, local_of, spec_of, wrap
 from lightning_ssd.common.tensors import give_gradient
-from lightning_ssd.optimizer.step.aliases import Span, spans_of
 from lightning_ssd.optimizer.step.layout import Field, Layout, is_bare
 from lightning_ssd.optimizer.step.subgroups import ParameterSize, Part, make_subgroups
 from lightning_ssd.optimizer.step.types import State
@@ -144,10 +143,6 @@ class Partition:
             if all(id(self.parameters[part.parameter]) not in self._numbers for part in subgroup.parts):
                 subgroup.expected_bytes = 0
 
-    def memory_of(self, number: int) -> tuple[list[Span], tuple[int, ...]]:
-        parameter = self.parameters[number]
-        return spans_of(parameter), local_of(parameter).stride() if parameter.layout == torch.strided else ()
-
     def is_whole(self, part: Part) -> bool:
         return len(self.places[part.parameter]) == 1
 
@@ -214,25 +209,26 @@ class Partition:
         if self.is_whole(part):
             return dict(state)
         shape = self.shapes[part.parameter][0]
-        return {key: _cut(value, shape, part) for key, value in state.items()}
+        return {
+            key: as_piece(local_of(value).detach().reshape(-1)[part.start : part.stop], value)
+            if isinstance(value, torch.Tensor) and tuple(local_of(value).shape) == shape
+            else _own(value)
+            for key, value in state.items()
+        }
 
 
 def may_cut(state: State, parameter: torch.Tensor) -> bool:
     """Return whether a state can be cut into states for slices of its parameter, and joined again."""
-    return all(_is_like(value, parameter) for value in state.values())
-
-
-def _is_like(value: Any, parameter: torch.Tensor) -> bool:
-    if isinstance(value, torch.Tensor):
-        is_same_kind = is_shard(value) == is_shard(parameter) and value.is_floating_point()
-        return is_bare(value) and (value.dim() == 0 or (value.shape == parameter.shape and is_same_kind))
-    return isinstance(value, bool | int | float | type(None))
-
-
-def _cut(value: Any, shape: tuple[int, ...], part: Part) -> Any:
-    if isinstance(value, torch.Tensor) and tuple(local_of(value).shape) == shape:
-        return as_piece(local_of(value).detach().reshape(-1)[part.start : part.stop], value)
-    return _own(value)
+    return all(
+        is_bare(value)
+        and (
+            value.dim() == 0
+            or (value.shape == parameter.shape and is_shard(value) == is_shard(parameter) and value.is_floating_point())
+        )
+        if isinstance(value, torch.Tensor)
+        else isinstance(value, bool | int | float | type(None))
+        for value in state.values()
+    )
 
 
 def _own(value: Any) -> Any:

@@ -29,6 +29,7 @@ from lightning_ssd.common.rng import random_states
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own, tensors_in
 from lightning_ssd.optimizer.step.copies import copied, same
+from lightning_ssd.optimizer.step.elementwise import rate_of_trial
 from lightning_ssd.optimizer.step.layout import is_bare
 from lightning_ssd.optimizer.step.master_weights import has_master
 from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
@@ -45,7 +46,7 @@ _STEPS: dict[str, tuple[float | None, float | None]] = {
 }
 """Steps of a trial: factors of the gradients of even and of odd copies; ``None``: no gradient, NaN: not finite."""
 _MAX_NUM, _MAX_NUM_OF_A_KIND, _MAX_SIZE = 8, 2, 5
-_TRIED_RATE, _OTHER = 1e-3, 77
+_OTHER = 77
 
 
 def rehearse(optimizer: Optimizer, *, master_weights: bool) -> str:
@@ -179,9 +180,8 @@ class _Copy:
             group["params"] = self._in_group(number)
             if "param_names" in group:
                 group["param_names"] = [str(index) for index, its in enumerate(self._groups) if its == number]
-            rate = group.get("lr")
-            if isinstance(rate, int | float | torch.Tensor) and not rate:  # a warm-up's start: nothing would change
-                group["lr"] = torch.full_like(rate, _TRIED_RATE) if isinstance(rate, torch.Tensor) else _TRIED_RATE
+            if "lr" in group:
+                group["lr"] = rate_of_trial(group["lr"])
         self._stepper = SubgroupStepper(optimizer)
 
     def _in_group(self, number: int) -> list[nn.Parameter]:

@@ -6,7 +6,7 @@ import enum
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ from lightning_ssd.tiers.streams import StreamEvent
 __all__ = [
     "CopyPin",
     "DeferredReleases",
-    "Owner",
     "Residency",
     "StoredCopy",
     "SubgroupEntry",
@@ -78,12 +77,6 @@ class CopyPin:
     """
 
 
-class Owner(Protocol):
-    """An object that describes the memory of a subgroup."""
-
-    contents: Any
-
-
 @dataclass(slots=True)
 class SubgroupEntry:
     """The memory, the stored copy and the moves of one subgroup."""
@@ -109,11 +102,6 @@ class SubgroupEntry:
     """Owner of the write under way."""
     targets: list[Any] = field(default_factory=list)
     """Tiers that the write under way has not tried yet, in order."""
-
-    def take_error(self) -> BaseException | None:
-        """Return the error of its last read, once."""
-        error, self.error = self.error, None
-        return error
 
     def replace_copy(self, copy: StoredCopy | None) -> None:
         """Set the stored copy, and release the former one."""

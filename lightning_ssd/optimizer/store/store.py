@@ -24,7 +24,6 @@ from lightning_ssd.optimizer.store.buffers import BufferPool
 from lightning_ssd.optimizer.store.entry import (
     CopyPin,
     DeferredReleases,
-    Owner,
     Residency,
     StoredCopy,
     SubgroupEntry,
@@ -157,13 +156,23 @@ class StateStore:
         begin_s = time.perf_counter()
         with self._lock:
             home.is_wanted = True
-            home.take_error()  # drop the error of a speculative read: memory may have been short then
-        self._until(lambda: not self._is_coming(index))
+            home.error = None  # of a speculative read: memory may have been short then
+
+        def is_ready() -> bool:
+            """Return whether it is on its way no more. Begins its read if it has to."""
+            if home.where is Residency.AWAY and home.copy is not None and home.error is None:
+                if index not in self._queue:
+                    self._queue.appendleft(index)
+                self._pump()
+            is_queued = home.where is Residency.AWAY and index in self._queue
+            return not is_queued and home.where not in (Residency.READING, Residency.WRITING)
+
+        self._until(is_ready)
         with self._lock:
             home.is_wanted = False
             self.stall_s += time.perf_counter() - begin_s
             self._check_open()  # another thread may have closed it, and dropped the memory
-            error = home.take_error()
+            error, home.error = home.error, None
             if error is not None:
                 error.add_note(f"This was a read of the optimizer states of subgroup {index}.")
                 raise error
@@ -174,16 +183,6 @@ class StateStore:
                 self._copies.wait_on_current_stream(home.mark)
                 home.mark = None
             return home.storage
-
-    def _is_coming(self, index: int) -> bool:
-        """Return whether a subgroup that the caller waits for is still on its way. Begins its read if it has to."""
-        home = self._homes[index]
-        if home.where is Residency.AWAY and home.copy is not None and home.error is None:
-            if index not in self._queue:
-                self._queue.appendleft(index)
-            self._pump()
-        is_queued = home.where is Residency.AWAY and index in self._queue
-        return is_queued or home.where in (Residency.READING, Residency.WRITING)
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Wait for a slot, and return memory for a subgroup that has none of this size. :meth:`give` takes it back."""
@@ -231,7 +230,7 @@ class StateStore:
         *,
         is_dirty: bool,
         keep: bool,
-        new: tuple[Owner, Any] | None = None,
+        new: tuple[Any, Any] | None = None,
     ) -> None:
         """Give a subgroup back after use.
 
@@ -240,8 +239,8 @@ class StateStore:
             storage: its memory, from :meth:`take` or :meth:`allocate`; ``None``: it has none any more.
             is_dirty: whether the memory has changed.
             keep: leave it in memory; else it is written if dirty, and its memory becomes free.
-            new: the owner and its new description of the memory, which are set together with the memory; ``None``: the
-                description is unchanged.
+            new: an object and its new ``contents``, which describe the memory and are set together with it; ``None``:
+                they are unchanged.
         """
         with self._lock:
             home = self._homes[index]
@@ -289,26 +288,24 @@ class StateStore:
                     self._let_go(index, to_drive=True)
         with StatusLine("Writing optimizer states") as line:
             self.wait_for_writes(line)
-            self._empty_cache(line)
+            # Each subgroup that is in the cache in host memory goes to its drive through a slot.
+            for index, home in enumerate(self._homes):
+                if home.copy is not None and home.copy.is_cached:
+                    self.take(index)
+                    with self._lock:
+                        home.where, home.is_dirty = Residency.HERE, True
+                        self._let_go(index, to_drive=True)
+                    line.update()
+            self.wait_for_writes(line)
         with self._lock:
             for home in self._homes:
                 home.is_wanted = False
             if any(home.is_dirty for home in self._homes):
                 raise StorageError(f"optimizer states could not be written, and stay in memory: {self.write_error}")
 
-    def _empty_cache(self, line: StatusLine) -> None:
-        """Write the subgroups that are in the cache in host memory to their drives, each through a slot."""
-        for index, home in line.over(list(enumerate(self._homes)), lambda one: _cached_bytes(one[1])):
-            if home.copy is not None and home.copy.is_cached:
-                self.take(index)
-                with self._lock:
-                    home.where, home.is_dirty = Residency.HERE, True
-                    self._let_go(index, to_drive=True)
-        self.wait_for_writes(line)
-
     def wait_for_writes(self, line: StatusLine | None = None) -> None:
         """Wait until no write is under way. Evicted subgroups have left memory then."""
-        self._until(lambda: not any(home.where is Residency.WRITING for home in self._homes), line)
+        self._until(lambda: not self._is_writing, line)
 
     def _let_go(self, index: int, *, to_drive: bool = False) -> None:
         """Write a subgroup to host memory while there is room, else to the drives; or drop it."""
@@ -537,7 +534,3 @@ class StateStore:
                 self._drop(home)
             self.slots.clear()
             self._changed.tell()
-
-
-def _cached_bytes(home: SubgroupEntry) -> int:
-    return home.copy.stored.body_nbytes if home.copy is not None and home.copy.is_cached else 0

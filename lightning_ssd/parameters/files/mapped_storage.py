@@ -245,7 +245,10 @@ class MappedStorage:
                     # Opened again for the page cache: the arena's own descriptor may go around it, which wants other
                     # addresses. By an object, which closes the file if an interrupt comes before it is held.
                     with io.FileIO(f"/proc/self/fd/{direct}", "r+") as again:
-                        _write_all(again.fileno(), Region(region.address + done, nbytes), offset)
+                        left, to = Region(region.address + done, nbytes).view(), offset
+                        while left:
+                            count = os.pwrite(again.fileno(), left, to)
+                            left, to = left[count:], to + count
                     _begin_writing(direct, offset, nbytes)
                 except OSError as error:
                     way = "" if error.filename is None else f" by {error.filename}"
@@ -259,13 +262,6 @@ class MappedStorage:
             if self._view is not None:  # else it was, and another storage may have the place by now
                 self._view = None
                 free_stripes(self.stripes)
-
-
-def _write_all(fd: int, region: Region, offset: int) -> None:
-    left = region.view()
-    while left:
-        count = os.pwrite(fd, left, offset)
-        left, offset = left[count:], offset + count
 
 
 def mapped_storage_of(tensor: torch.Tensor) -> MappedStorage | None:

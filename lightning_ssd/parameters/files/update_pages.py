@@ -12,7 +12,7 @@ from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.tensors import Piece
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.memory.host_room import HostRoom
-from lightning_ssd.parameters.files.cache_reader import CacheReader, Read
+from lightning_ssd.parameters.files.cache_reader import CacheReader
 from lightning_ssd.parameters.files.mapped_storage import ByteRange, MappedStorage, mapped_storage_of, reading
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 
@@ -27,10 +27,6 @@ class _Run(NamedTuple):
     memory: MappedStorage
     part: ByteRange
     changes: bool
-
-    @property
-    def read(self) -> Read:
-        return partial(self.memory.read, part=self.part)
 
 
 class UpdatePages:
@@ -65,25 +61,22 @@ class UpdatePages:
             yield
             return
         runs = list(_runs_of(now))
-        self._bring_in(runs)
-        next_runs = list(_runs_of(following))  # no sooner: it puts an end to the reading of these
-        self._weights.ask([run.read for run in next_runs if run.changes])
-        self._gradients.ask([run.read for run in next_runs if not run.changes])
-        yield
-        is_short = not self._room.is_enough(lambda: self._files.used_bytes)
-        for run in runs:
-            run.memory.send_out(run.part)
-            if is_short and run.changes:
-                run.memory.begin_writing(run.part)
-
-    def _bring_in(self, runs: Sequence[_Run]) -> None:
-        """Read all before one is mapped to be written to: it might be written to the drive before it has changed."""
+        # All are read before one is mapped to be written to: it might be written to the drive before it has changed.
         for run in runs:
             with reading(_UPDATED, run.memory.nbytes):
                 run.memory.read(None, self._scratch, part=run.part)
         for run in runs:
             with reading(_UPDATED, run.memory.nbytes):
                 run.memory.bring_in(run.part, changes=run.changes)
+        next_runs = list(_runs_of(following))  # no sooner: it puts an end to the reading of these
+        for reader, changes in ((self._weights, True), (self._gradients, False)):
+            reader.ask([partial(run.memory.read, part=run.part) for run in next_runs if run.changes is changes])
+        yield
+        is_short = not self._room.is_enough(lambda: self._files.used_bytes)
+        for run in runs:
+            run.memory.send_out(run.part)
+            if is_short and run.changes:
+                run.memory.begin_writing(run.part)
 
     def close(self) -> None:
         self._weights.close()

@@ -85,7 +85,14 @@ class WeightFiles:
         """Write the bytes of a storage on a CPU to files, to all drives at once; return memory that shows them."""
         nbytes, start = storage.nbytes(), storage.data_ptr() % VECTOR_BYTES
         if start:
-            return self._write_unaligned(storage, start, changes=changes)
+            # Through the page cache, since it does not begin with a block: what it is shown by is aligned as it is.
+            mapped = self.map_new(nbytes, start, changes=changes)
+            try:
+                mapped.fill(Region.of(storage))
+            except BaseException:
+                mapped.forget()
+                raise
+            return mapped
         stripes, others = self._allocate(nbytes, changes=changes), list[Task[None]]()
         try:
             by_drive: dict[int, list[Stripe]] = {}
@@ -119,16 +126,6 @@ class WeightFiles:
                 ctypes.memmove(block.data_ptr(), storage.data_ptr() + body, end - body)
                 tail = Region(block.data_ptr(), block.nbytes)
                 self._backend.write(stripe.arena, tail, stripe.extent.offset + body - stripe.start)
-
-    def _write_unaligned(self, storage: torch.UntypedStorage, start: int, *, changes: bool) -> MappedStorage:
-        """Through the page cache, since it does not begin with a block: what it is shown by is aligned as it is."""
-        mapped = self.map_new(storage.nbytes(), start, changes=changes)
-        try:
-            mapped.fill(Region.of(storage))
-        except BaseException:
-            mapped.forget()
-            raise
-        return mapped
 
     @staticmethod
     def size_of(storage: torch.UntypedStorage) -> int:
@@ -194,17 +191,6 @@ class WeightFiles:
     def _arenas(self) -> list[Arena]:
         return [*self._still, *self._changing]
 
-    def check_written(self) -> None:
-        """See whether the system could write what it has written since the last time. Waits for what it writes now.
-
-        Raises:
-            StorageError: a drive refuses: what is in memory is right, but may leave it.
-        """
-        for arena in self._arenas:
-            with arena.use() as fd:
-                if (refusal := write_refusal(fd)) is not None:
-                    raise _lost(arena, refusal) from refusal
-
     def look_for_losses(self) -> None:
         """Begin to see, in a thread, whether the system could write what it has written; tell what the last look found.
 
@@ -214,7 +200,14 @@ class WeightFiles:
         check = self._check
         if check is not None and not check.is_done:
             return
-        self._check = Task(self.check_written, "lightning_ssd-written")
+
+        def wait_for_writes() -> None:
+            for arena in self._arenas:
+                with arena.use() as fd:
+                    if (refusal := write_refusal(fd)) is not None:
+                        raise _lost(arena, refusal) from refusal
+
+        self._check = Task(wait_for_writes, "lightning_ssd-written")
         self._check.start()
         if check is not None:
             check.result()

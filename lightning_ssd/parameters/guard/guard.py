@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -50,6 +50,8 @@ _Tensor: Any = torch.Tensor  # without types: some of these are in no stub
 _Torch: Any = torch
 _METADATA = frozenset(function for name in _NAMES_OF_METADATA.split() for function in _functions(name)) | {
     _Tensor.requires_grad.__get__,
+    _Tensor.requires_grad.__set__,
+    _Tensor.requires_grad_,
     torch._has_compatible_shallow_copy_type,
     torch.is_floating_point,
     torch.is_complex,
@@ -68,24 +70,12 @@ _EXPOSING = frozenset(function for name in _NAMES_OF_EXPOSING.split() for functi
 
 What ``GradScaler`` unscales with does so, and fused optimizers that unscale by themselves.
 """
-_LISTS_IN_PLACE = frozenset(
-    getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")
-)
-"""Functions that write to lists.
-
-The implementation that takes the tensors one by one leaves no sign in their versions while a mode of
-``__torch_dispatch__`` (``FlopCounterMode``) is entered.
-"""
-_REPLACING = frozenset((_Tensor.data.__set__, _Tensor.set_, _Tensor.resize_, _Tensor.share_memory_))
-"""Functions that may give a parameter another storage."""
 _ADDRESSES = frozenset(function for name in ("data_ptr", "__cuda_array_interface__") for function in _functions(name))
 """Functions that give an address away, which holds no memory."""
 _ARRAYS = frozenset(_functions("__cuda_array_interface__"))
 """Functions by which arrays of CuPy and Numba are made: they hold the tensor, an object of Python, and go to its memory
 past its class as long as they live.
 """
-_TRAINING = frozenset((_Tensor.requires_grad_, _Tensor.requires_grad.__set__))
-
 
 _ONE_BY_ONE = frozenset(
     (
@@ -108,7 +98,6 @@ class Door(Protocol):
         tensors: Sequence[torch.Tensor],
         *,
         exposes: bool = False,
-        replaces: bool = False,
         pins: bool = False,
     ) -> AbstractContextManager[None]:
         """While it is entered the tensors have their bytes, and their own class.
@@ -116,15 +105,11 @@ class Door(Protocol):
         Args:
             tensors: weights of this door.
             exposes: bytes may change afterwards without a sign in the version.
-            replaces: the tensors may have other storages afterwards.
             pins: the program may know the address afterwards: they stay there until a backward is over.
 
         Raises:
             OffloaderClosedError: the bytes are lost.
         """
-
-    def will_train(self, tensor: torch.Tensor) -> None:
-        """A weight is trained from now on. Where trained ones do not wait it comes back for good."""
 
     def follow_stream(self) -> None:
         """The current stream may use weights that are in use, too."""
@@ -132,8 +117,8 @@ class Door(Protocol):
     def will_be_array(self, tensor: torch.Tensor) -> None:
         """Bring it back for good: the program may go to its memory for ever, without a sign."""
 
-    def exposed(self, tensor: torch.Tensor, *, replaces: bool) -> None:
-        """Prepare for a program that is about to get hold of its bytes, or to give it another storage."""
+    def exposed(self, tensor: torch.Tensor) -> None:
+        """Prepare for a program that is about to get hold of its bytes."""
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The bytes in memory of the host, where a copy for a checkpoint is made; ``None``: they come back as usual."""
@@ -173,10 +158,6 @@ def door_of(tensor: torch.Tensor) -> Door | None:
     except (NotImplementedError, RuntimeError):  # it has no storage
         return None
     return None if reference is None else reference()
-
-
-def _trains(tensor: torch.Tensor, requires_grad: bool = True) -> bool:
-    return bool(requires_grad)
 
 
 def _is_there(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -221,15 +202,11 @@ def using(tensors: Sequence[torch.Tensor], **how: bool) -> Iterator[None]:
 
 def _ask(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function of PyTorch, with what it needs of guarded tensors."""
-    if func in _TRAINING and _trains(*args, **kwargs):
-        for tensor in _guarded_in((args, kwargs)):
-            if (door := door_of(tensor)) is not None:
-                door.will_train(tensor)
     if func in _ARRAYS:
         for tensor in _guarded_in(args):
             if (door := door_of(tensor)) is not None:
                 door.will_be_array(tensor)
-    if func in _METADATA or func in _TRAINING:
+    if func in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if func is _Tensor.to and _is_there(*args, **kwargs):
@@ -243,26 +220,18 @@ def _ask(func: Any, args: Any, kwargs: Any) -> Any:
             return found
     if func in _ONE_BY_ONE and _may_be_cut(args, kwargs):
         return _in_pieces(func, *args, **kwargs)
-    with using(guarded, exposes=_may_write_unseen(func, kwargs), replaces=func in _REPLACING, pins=func in _ADDRESSES):
+    with using(guarded, exposes=_may_write_unseen(func), pins=func in _ADDRESSES):
         return func(*args, **kwargs)
 
 
-def _may_write_unseen(func: Any, kwargs: Any) -> bool:
-    """Whether a function may change bytes without a sign in the version."""
-    if func in _EXPOSING or _is_writing_operator(func, kwargs):
-        return True
-    return (func in _LISTS_IN_PLACE or "out" in kwargs) and bool(_Torch._C._len_torch_dispatch_stack())
+def _may_write_unseen(func: Any) -> bool:
+    """Whether a function may change bytes without a sign in the version.
 
-
-def _is_writing_operator(func: Any, kwargs: Any) -> bool:
-    """Whether it is one of ``torch.ops`` that writes to an argument: few of those of extensions leave a sign."""
-    if isinstance(func, OpOverloadPacket):
-        names = cast(Any, func).overloads()
-        return any(_is_writing_operator(getattr(func, name), kwargs) for name in names)
-    return isinstance(func, OpOverload) and any(
-        one.alias_info is not None and one.alias_info.is_write and (not one.kwarg_only or one.name in kwargs)
-        for one in func._schema.arguments
-    )
+    Few operators of extensions leave a sign. Nor does what writes to lists, or by ``out=``, while a mode of
+    ``__torch_dispatch__`` (``FlopCounterMode``) is entered.
+    """
+    is_operator = isinstance(func, OpOverload | OpOverloadPacket)
+    return func in _EXPOSING or is_operator or bool(_Torch._C._len_torch_dispatch_stack())
 
 
 def _may_be_cut(args: Any, kwargs: Any) -> bool:
@@ -294,7 +263,7 @@ def _in_pieces(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs:
         pieces[-1].append(tensor)
         left -= nbytes
     for piece in pieces:
-        with using(list(_guarded_in(piece)), exposes=_may_write_unseen(func, kwargs)):
+        with using(list(_guarded_in(piece)), exposes=_may_write_unseen(func)):
             results.append(func(piece, *args, **kwargs))
     # Lists of PyTorch's are tuples; what works in place returns nothing.
     return None if results[0] is None else type(results[0])(one for result in results for one in result)

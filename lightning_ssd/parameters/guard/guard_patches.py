@@ -7,7 +7,7 @@ for telling:
   without a sign in the version; of any tensor that is given the memory of a weight;
 * ``tensor.grad = gradient``, which asks only the class of the tensor: autograd would add to memory that is away;
 * ``torch.autograd.backward`` and ``grad``, which compute in C with the gradients that they are given, and with those
-  that a custom function returns;
+  that a custom function returns, which is an error;
 * ``nn.Parameter(weight)``, which takes plain parameters only, and ``torch.Tensor._make_subclass``, which asks no
   class;
 * ``tensor.set_(weight)``, which asks no class either, and gives a storage without memory memory of its own: code that
@@ -106,7 +106,7 @@ class _GuardPatches:
             if (set_stream := getattr(owner, "set_stream", None)) is not None:
                 self._stand_in(owner, "set_stream", _then_follow(set_stream))
         self._stand_in(torch.overrides, "has_torch_function", _has_torch_function)
-        self._stand_in(_Hooks, "__enter__", _enter_hooks)
+        self._stand_in(_Hooks, "__enter__", lambda hooks: _push(hooks.pack_hook, hooks.unpack_hook))
         _enter_again()
         storages: Any = torch.UntypedStorage
         self._stand_in(storages, "_share_cuda_", noting_sent(storages._share_cuda_))
@@ -117,7 +117,7 @@ class _GuardPatches:
             module._engine_run_backward = _run_backward
         for name in ("apply", "apply_boxed", "apply_jvp"):
             if (apply := getattr(_Backward, name, None)) is not None:
-                self._stand_in(_Backward, name, _giving_copies(apply))
+                self._stand_in(_Backward, name, _giving_what_is_here(apply))
         for types in _FOREACH_TYPES:
             for own, kind in GUARDED_OF.items():
                 if own in types:
@@ -144,7 +144,7 @@ def _then_follow(set_stream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get_data(tensor: torch.Tensor) -> torch.Tensor:
-    _tell_exposed(tensor, replaces=False)
+    _tell_exposed(tensor)
     found: torch.Tensor = _data.__get__(tensor)
     return found
 
@@ -153,7 +153,7 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if tensor is value:
         return  # as Module.to() does with what it has not moved
     if type(tensor) is nn.Parameter:  # a view that is given other memory leaves the weight as it is
-        _tell_exposed(tensor, replaces=True)
+        _tell_exposed(tensor)
     with using([value] if is_guarded(value) else []):
         _data.__set__(tensor, value)
 
@@ -186,16 +186,16 @@ def _set_storage(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tenso
     """In the place of ``tensor.set_()``: both have the same memory afterwards, and each its own version."""
     given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
     with using([one for one in (tensor, *given) if is_guarded(one)]):
-        _tell_exposed(tensor, replaces=True)
+        _tell_exposed(tensor)
         for one in given:
-            _tell_exposed(one, replaces=False)
+            _tell_exposed(one)
         found: torch.Tensor = _plain_set(tensor, *args, **kwargs)
     return found
 
 
-def _tell_exposed(tensor: torch.Tensor, *, replaces: bool) -> None:
+def _tell_exposed(tensor: torch.Tensor) -> None:
     if type(tensor) in PLAIN_TYPES and (door := door_of(tensor)) is not None:
-        door.exposed(tensor, replaces=replaces)
+        door.exposed(tensor)
 
 
 def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
@@ -206,10 +206,6 @@ def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> An
 def _has_torch_function(args: Any) -> bool:
     found: bool = _plain_has_torch_function([arg for arg in args if not is_guarded(arg)])
     return found
-
-
-def _enter_hooks(hooks: Any) -> Any:
-    return _push(hooks.pack_hook, hooks.unpack_hook)
 
 
 def _push(pack: Any, unpack: Any) -> Any:
@@ -249,25 +245,20 @@ def _run_backward(outputs: Any, gradients: Any = (), *args: Any, **kwargs: Any) 
         return _plain_run_backward(outputs, gradients, *args, **kwargs)
 
 
-def _giving_copies(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Give autograd a copy of what a custom function returns while it is away.
-
-    It would copy it itself before it kept it as a gradient or changed it, since the program has it, too. A view it
-    would keep, and two tensors share memory.
-    """
+def _giving_what_is_here(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse what a custom function returns while it is away: autograd adds to it in C, and asks no class."""
 
     def applied(*args: Any) -> Any:
         given = apply(*args)
-        if isinstance(given, tuple):
-            return tuple(_copy(one) if is_guarded(one) else one for one in given)
-        return _copy(given) if is_guarded(given) else given
+        if any(map(is_guarded, given if isinstance(given, tuple) else (given,))):
+            raise RuntimeError(
+                "a custom torch.autograd.Function returned an offloaded weight or gradient itself, whose memory "
+                "autograd would read while it is away. Return a copy (tensor.clone()), or set "
+                "OffloadPolicy.parameters='keep' and gradients='keep'"
+            )
+        return given
 
     return applied
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    with using([tensor]):  # no class is asked in the backward of a subclass
-        return tensor.clone()
 
 
 def _with_memory(wrap: Callable[..., Any]) -> Callable[..., Any]:
