@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd import OffloadPolicy
+from lightning_ssd import OffloadPolicy, _assembly
 from lightning_ssd.common.tensors import Piece
 from lightning_ssd.errors import OutOfSpaceError, StorageError
 from lightning_ssd.memory.file_mapping import FileView
@@ -264,6 +264,17 @@ def test_shares_follow_what_was_measured(directories):
         offloader = opened(_wrap_backend=SlowB)
         fast, slow = offloader._parts.parameters.files._shares
         assert 1.5 < fast / slow < 10, "it may have had one chunk at a time, the other one two"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), RuntimeError("PyTorch has no memory"), MemoryError()])
+def test_parts_are_equal_where_rates_cannot_be_measured(error, directories, monkeypatch):
+    def fail(*args, **settings):
+        raise error
+
+    monkeypatch.setattr(_assembly, "measure_rates", fail)
+    with offloaders(directories[:2], policy) as opened:
+        first, second = opened()._parts.parameters.files._shares
+        assert first == second
 
 
 def test_weights_wait_though_one_directory_is_full_and_nothing_collects_garbage(directories, full):

@@ -81,6 +81,16 @@ def test_a_stall_within_a_hook_is_no_time_of_the_hook(lag, hook_s):
     assert told.hook_s(end) == pytest.approx(hook_s)
 
 
+def test_a_wait_outside_of_the_hooks_is_no_part_of_them(clock, told):
+    """All passes under way note each wait, whichever has waited."""
+    told.stalls = [(100.5, 102.5)]
+    clock.at(103)
+    told.timed(lambda index: clock.at(103.25))(0)
+    end = clock.at(105)
+    told.backward_ended()
+    assert told.hook_s(end) == pytest.approx(0.25)
+
+
 STALLS = {
     "between": ([(103.5, 104.5)], [1, 3, 4, 6, 8]),
     "several": ([(100, 100.5), (103.5, 104.5), (107.25, 107.5)], [0.5, 2.5, 3.5, 5.5, 7.25]),

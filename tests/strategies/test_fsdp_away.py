@@ -1,6 +1,7 @@
 """Shards and their gradients that wait in files: two processes for the bits, one for what each of them does alone."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -94,6 +95,18 @@ def test_tensors_stay_the_objects_that_they_were(mesh, opened):
     model(torch.randn(2, WIDTH))  # FSDP2 looks again for the memory of shards in the first forward
     assert is_mapped(local_of(weight).untyped_storage())
     assert flat.untyped_storage()._cdata == local.untyped_storage()._cdata
+
+
+def test_a_model_that_has_never_run_goes_when_the_program_lets_it_go(mesh, opened):
+    model = sharded(mesh)
+    known = weakref.ref(next(sharded_of(model[0])).fsdp_param)
+    offloader = opened(**dict.fromkeys(EVERYTHING, "keep"), activations="offload")
+    offloader.register_module(model)
+    with offloader.saved_tensors():
+        pass
+    del model
+    gc.collect()
+    assert known() is None
 
 
 def test_what_is_gathered_when_the_model_is_registered_is_left_to_fsdp2(mesh, opened):
