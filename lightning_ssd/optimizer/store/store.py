@@ -156,7 +156,7 @@ class StateStore:
         begin_s = time.perf_counter()
         with self._lock:
             home.is_wanted = True
-            home.error = None  # of a speculative read: memory may have been short then
+            self._homes[index].error = None  # of a speculative read: memory may have been short then
 
         def is_ready() -> bool:
             """Return whether it is on its way no more. Begins its read if it has to."""
