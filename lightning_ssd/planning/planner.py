@@ -60,6 +60,10 @@ class BudgetTooSmall(ValueError):
         super().__init__(budget_bytes, smallest_bytes)
         self.smallest_bytes = smallest_bytes
 
+    def __str__(self) -> str:
+        budget_bytes, smallest_bytes = self.args
+        return f"no plan stays under {budget_bytes} bytes of saved activations; the smallest budget is {smallest_bytes}"
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredCandidate:
