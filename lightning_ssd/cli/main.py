@@ -27,6 +27,7 @@ COMMANDS = {
         "Write the dashboard for runs with OffloadMonitor, and save it to W&B where a key is found.",
         "--project gpt --json dashboard.json",
     ),
+    "sweep-table": ("Compare the jobs of a sweep: memory, time, bytes.", "outputs/sweep/2026-01-01_12-00-00"),
 }
 """Subcommand -> its line in the list, and the arguments of an example."""
 _SETTINGS: dict[str, Any] = {
@@ -50,9 +51,11 @@ def _add(name: str, help_line: str, example: str) -> None:
 
     @app.command(name, help=help_line, context_settings=anything, add_help_option=False)
     def call(context: typer.Context) -> None:
+        module = name.replace("-", "_")
         single = typer.Typer(**_SETTINGS)
-        command = getattr(import_module(f"lightning_ssd.cli.{name}"), name)
-        single.command(epilog=f"Example: lightning-ssd {name} {example}")(command)
+        single.command(epilog=f"Example: lightning-ssd {name} {example}")(
+            getattr(import_module(f"lightning_ssd.cli.{module}"), module)
+        )
         single(context.args, prog_name=f"lightning-ssd {name}")
 
 

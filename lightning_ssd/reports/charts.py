@@ -19,6 +19,7 @@ __all__ = [
     "over_run",
     "overhead_over_run",
     "step_charts",
+    "trade_off",
     "transfers",
 ]
 
@@ -41,8 +42,10 @@ class Series:
     role: Role
     x: tuple[float, ...]
     y: tuple[float, ...]
-    kind: Literal["area", "line", "dashed"] = "line"
+    kind: Literal["area", "line", "dashed", "points"] = "line"
     """Areas are stacked, in the order of the chart."""
+    labels: tuple[str, ...] = ()
+    """Names of the points, where they have some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,6 +241,24 @@ def overhead_over_run(rows: Sequence[Mapping[str, float]]) -> Chart:
         y_title="%",
         series=(*series, predicted) if planned else (),
     )
+
+
+def trade_off(points: Iterable[tuple[str, str, float, float]]) -> Chart:
+    """Draw time over peak, a point for each run of a sweep. Lower and further left is better.
+
+    Args:
+        points: model, mode, peak above rest (GiB), seconds per step.
+    """
+    models: dict[str, list[tuple[float, float, str]]] = {}
+    for model, mode, peak, time in points:
+        models.setdefault(model, []).append((peak, time, mode))
+    series = []
+    for model, runs in models.items():
+        x, y, modes = zip(*sorted(runs), strict=True)
+        series.append(Series(name=model, role="measure", x=x, y=y, kind="points", labels=modes))
+    title = "Seconds per step over peak memory above rest: lower left is better"
+    x_title, y_title = "peak above rest, GiB", "seconds per step"
+    return Chart(key="trade_off", title=title, x_title=x_title, y_title=y_title, series=tuple(series))
 
 
 _MEASURED, _PREDICTED = "plan/overhead_ratio", "plan/predicted_overhead_ratio"

@@ -33,6 +33,8 @@ COLORS: dict[Role, str] = {
 }
 """One colour for each kind, the same in every picture, told apart without red and green as well.
 Source: M. Okabe and K. Ito, Color Universal Design (2008)."""
+_MODES = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442")
+_MARKERS = "osD^vPX*"
 _PHASES = {"forward": "#0072b2", "backward": "#e69f00", "update": "#009e73"}
 """Colours of the bands behind; a phase without one is blank."""
 BAR_NAMES: dict[Role, str] = {
@@ -109,10 +111,11 @@ def draw(chart: Chart, tips: list[str] | None = None) -> Figure:
         if series.kind in ("line", "dashed"):
             (line,) = axes.plot(series.x, series.y, color=COLORS[series.role], linewidth=1.2, label=series.name)
             line.set(linestyle="--" if series.kind == "dashed" else "-", drawstyle="steps-post" if areas else "default")
+    _add_points(axes, [series for series in chart.series if series.kind == "points"], tips)
     if chart.series:
         axes.set_ylim(bottom=0)  # last: it settles the top as well
     if tips is not None:
-        _add_strips(axes, chart.series, chart, tips)
+        _add_strips(axes, [series for series in chart.series if series.kind != "points"], chart, tips)
     _add_bars(axes, chart, tips)
     top = axes.get_ylim()[1]
     for name, begin, end in chart.bands:
@@ -133,6 +136,21 @@ def _tip(tips: list[str], text: str) -> str:
     """Note a text, and return the id of what it belongs to."""
     tips.append(text)
     return f"{_TIP}{len(tips) - 1}"
+
+
+def _add_points(axes: Axes, groups: Sequence[Series], tips: list[str] | None) -> None:
+    """Draw a marker for each group, joined by a line, and a colour for each label."""
+    colors = dict(zip(dict.fromkeys(label for group in groups for label in group.labels), _MODES * 99, strict=False))
+    for group, marker in zip(groups, _MARKERS * 99, strict=False):
+        axes.plot(group.x, group.y, color="#888888", linewidth=0.8, marker=marker, label=group.name or None, zorder=1)
+        for x, y, label in zip(group.x, group.y, group.labels, strict=True):
+            (dot,) = axes.plot(x, y, marker, color=colors[label], markersize=7)
+            if tips is not None:
+                dot.set_gid(_tip(tips, f"{label} {group.name}\n{x:.3g}, {y:.4g}"))
+    for label, color in colors.items():
+        axes.plot([], [], "o", color=color, label=label)
+    if groups:
+        axes.set_xlim(left=0)
 
 
 def _add_strips(axes: Axes, lines: Sequence[Series], chart: Chart, tips: list[str]) -> None:

@@ -1,5 +1,6 @@
-"""``report`` and ``dashboard``: what a finished run leaves becomes something to look at."""
+"""``report``, ``sweep-table`` and ``dashboard``: what a finished run leaves becomes something to look at."""
 
+import csv
 import json
 import os
 import sys
@@ -63,6 +64,49 @@ def test_report_says_where_it_cannot_write(tmp_path):
     done = command("dashboard", "--json", tmp_path / "none" / "dashboard.json", "--offline")
     assert done.exit_code == 1
     assert "--json" in done.output
+
+
+# -- sweep-table ------------------------------------------------------------------------------------------------------
+
+
+def make_sweep(folder):
+    """Ten jobs as Hydra lays them out, all with ``seed=1``: nine of the recipes, and one with a report."""
+    for number in range(9):
+        job = folder / str(number)
+        (job / ".hydra").mkdir(parents=True)
+        (job / ".hydra" / "overrides.yaml").write_text(f"- seed=1\n- offload=ssd\n- 'data.batch_size={number}'\n")
+        summary = {"step_s": 1.0 + number, "peak_above_rest_bytes": number << 20, "counted": number > 0}
+        counts = ("settled_peak_bytes", "saved_peak_bytes", "written_bytes_per_step", "stall_s_per_step")
+        (job / "summary.json").write_text(json.dumps({**summary, **dict.fromkeys(counts, number)}))
+    (folder / "10" / ".hydra").mkdir(parents=True)
+    (folder / "10" / ".hydra" / "overrides.yaml").write_text("- seed=1\n")
+    (folder / "10" / "page").mkdir()
+    (folder / "10" / "page" / "report.json").write_text(made_report().to_json())
+
+
+def test_a_sweep_is_a_table_a_csv_file_and_a_picture(tmp_path):
+    make_sweep(tmp_path)
+    done = command("sweep-table", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "data.batch_size=3" in done.output
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == [*map(str, range(9)), "10"]
+    assert rows[0]["settled_peak_bytes"] == "", "keep of the recipes counts nothing"
+    assert rows[4]["overrides"] == "offload=ssd data.batch_size=4"
+    assert float(rows[4]["step_s"]) == 5.0
+    assert int(rows[9]["settled_peak_bytes"]) == 200 << 20
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("content", [None, "{}", "["])
+def test_no_sweep_is_an_error(content, tmp_path):
+    if content is not None:
+        (tmp_path / "summary.json").write_text(content)
+    done = command("sweep-table", tmp_path)
+    assert done.exit_code == 1
+    assert str(tmp_path) in done.output.replace("\n", "")
+    assert not (tmp_path / "sweep.csv").exists()
 
 
 # -- dashboard --------------------------------------------------------------------------------------------------------

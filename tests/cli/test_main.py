@@ -23,7 +23,7 @@ def test_the_command_of_the_project_is_this_application():
 def test_help_lists_the_commands():
     done = CliRunner().invoke(app, ["--help"])
     assert done.exit_code == 0
-    assert set(COMMANDS) == {"bench", "dashboard", "doctor", "plan", "report"}
+    assert set(COMMANDS) == {"bench", "dashboard", "doctor", "plan", "report", "sweep-table"}
     assert all(command in done.output for command in COMMANDS)
 
 
@@ -63,12 +63,12 @@ def test_help_and_typos_load_no_torch():
         'assert call("--help") == 0 and call("benhc") == 2\n'
         'assert not {"torch", "lightning", "lightning_ssd.config"} & set(sys.modules)'
     )
-    assert "dashboard" in told
+    assert "sweep-table" in told
 
 
 def test_help_by_the_module_loads_no_torch_either():
     done = run(sys.executable, "-X", "importtime", "-m", "lightning_ssd", "--help", cwd=ROOT)
-    assert "dashboard" in done.stdout
+    assert "sweep-table" in done.stdout
     assert "lightning_ssd.cli.main" in done.stderr
     assert not [line for line in done.stderr.splitlines() if line.split()[-1] in ("torch", "lightning")]
 

@@ -1,6 +1,5 @@
 """Meters of the recipes, and every recipe's real entry point in tiny form."""
 
-import csv
 import dataclasses
 import json
 import os
@@ -11,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from recipes import demo, fabric_loop, plain_loop, sweep_table
+from recipes import demo, fabric_loop, plain_loop
 from recipes.meter import StepMeter
 from recipes.runner import run
 from recipes.schema import SCHEMA, ConfigMistake
@@ -65,22 +64,6 @@ def test_the_demo_shouts_when_anything_differs(mode, changes):
     runs = {name: summary(offload=name, typical_peak_above_rest_bytes=100 * MIB) for name in ("none", "auto", "ssd")}
     assert "bit for bit" in demo.verdict(runs)
     assert "DIFFER" in demo.verdict({**runs, mode: summary(offload=mode, **changes)})
-
-
-def test_a_sweep_is_a_table_and_a_csv_file(tmp_path, capsys):
-    for number in (9, 10):
-        job = tmp_path / str(number)
-        (job / ".hydra").mkdir(parents=True)
-        (job / ".hydra" / "overrides.yaml").write_text(f"- seed=1\n- 'data.batch_size={number}'\n")
-        summary(step_s=float(number)).write(job / "summary.json")
-    assert sweep_table.main([str(tmp_path)]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told[1:3]] == ["data.batch_size=9", "data.batch_size=10"]
-    with (tmp_path / "sweep.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["step_s"]) for row in rows] == [9.0, 10.0]
-    assert int(rows[0]["settled_peak_bytes"]) == 20 * MIB
-    assert sweep_table.main([str(tmp_path / "none")]) == 1
 
 
 # -- entry points --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from lightning_ssd.reports.charts import (
     over_run,
     overhead_over_run,
     step_charts,
+    trade_off,
     transfers,
 )
 from lightning_ssd.telemetry.step_record import Level, StepRecord, Wait
@@ -90,6 +91,9 @@ CHARTS = [
         ]
     ),
     overhead_over_run([COSTLY, COSTLY | {"step": 4.0}]),
+    trade_off(
+        [("gpt", "keep", 4.0, 1.0), ("bert", "keep", 8.0, 3.0), ("gpt", "ssd", 1.0, 1.1), ("bert", "ssd", 2.0, 3.3)]
+    ),
 ]
 
 
@@ -106,4 +110,25 @@ def test_matplotlib_draws_it(chart, tmp_path):
     tips = [title.text or "" for title in svg.iter(f"{SVG}title")]
     assert all(any(bar.label in tip and bar.lane in tip for tip in tips) for bar in chart.bars)
     for series in chart.series:
-        assert any(series.name in tip and f"{series.y[-1]:.4g}" in tip for tip in tips)
+        name = series.labels[0] if series.labels else series.name
+        assert any(name in tip and f"{series.y[-1]:.4g}" in tip for tip in tips)
+
+
+def test_a_sweep_is_coloured_by_mode_marked_by_model_and_begins_at_nothing():
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
+    from lightning_ssd.reports.drawing import draw
+
+    (axes,) = draw(CHARTS[-1]).axes
+    dots = [line for line in axes.lines if len(line.get_xdata()) == 1]
+    assert [(dot.get_xdata()[0], dot.get_ydata()[0]) for dot in dots] == [
+        (1.0, 1.1),
+        (4.0, 1.0),
+        (2.0, 3.3),
+        (8.0, 3.0),
+    ]
+    offload, keep, other_offload, other_keep = dots
+    assert offload.get_color() == other_offload.get_color() != keep.get_color() == other_keep.get_color()
+    assert offload.get_marker() == keep.get_marker() != other_offload.get_marker() == other_keep.get_marker()
+    joined = [line.get_xdata().tolist() for line in axes.lines if len(line.get_xdata()) > 1]
+    assert joined == [[1.0, 4.0], [2.0, 8.0]], "the same model by one line"
+    assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
