@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
+from torch.optim import Optimizer
 
 from lightning_ssd.errors import ConfigError, StorageError
 from lightning_ssd.memory.file_mapping import FileView
-from tests.contracts.optimizer_kinds import Momentum
 from tests.support.optimizer_pairs import Pair, adamw, offloaded_pair, wrapped
 
 pytestmark = pytest.mark.usefixtures("small_subgroups")
@@ -109,17 +109,32 @@ VALUES = {
 }
 
 
-class Keeps(Momentum):
+class Keeps(Optimizer):
     """Momentum, and beside it a value that takes part in the update where it can."""
 
-    def new_state(self, p):
-        return {"m": torch.zeros_like(p), "step": torch.zeros(()), "value": type(self).value(p)}
+    value: Callable[[torch.Tensor], Any]
 
-    def update(self, p, state, rate):
-        state["step"] += 1
-        state["m"].mul_(0.9).add_(p.grad)
-        p.sub_(state["m"] / state["step"], alpha=rate)
-        self._use(p, state["value"])
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(m=torch.zeros_like(p), step=torch.zeros(()), value=type(self).value(p))
+                state["step"] += 1
+                state["m"].mul_(0.9).add_(p.grad)
+                p.sub_(state["m"] / state["step"], alpha=group["lr"])
+                self._use(p, state["value"])
+        return loss
 
     def _use(self, p, value):
         if isinstance(value, torch.Generator):
