@@ -30,7 +30,7 @@ from lightning_ssd.memory.readings import read_memory
 from lightning_ssd.optimizer.offloaded_optimizer import NO_OPTIMIZER, OffloadedOptimizer
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.trace import Trace
-from lightning_ssd.recompute.block_discovery import find_blocks
+from lightning_ssd.recompute.block_discovery import compiled_modules, find_blocks
 from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.scheduling.plan_report import PlanReport
 from lightning_ssd.storage.backend import Backend
@@ -317,11 +317,16 @@ class Offloader:
                 watched = Blocks(new, full=is_full, may_recompute=classes is not None, is_agreed=is_agreed)
                 cache.blocks.append(resources.enter_context(watched))
             elif not blocks and self.policy.activations != "auto":
+                name, wish, compiled = type(module).__name__, self.policy.activations, compiled_modules(module)
+                if compiled:
+                    raise ConfigError(
+                        f"activations={wish!r} finds no blocks in {name} but compiled or scripted ones ({compiled}), "
+                        "which cannot be recomputed. Compile modules within each block instead, such as "
+                        "block.attention.compile(), or use activations='offload'"
+                    )
                 raise ConfigError(
-                    f"{type(module).__name__} has no repeated blocks outside of compiled or scripted modules, which "
-                    f"activations={self.policy.activations!r} would recompute. Name the classes of its blocks in "
-                    "OffloadPolicy.recompute_modules, compile modules within each block instead (such as "
-                    "block.attention.compile()), or use activations='offload'"
+                    f"{name} has no repeated blocks, which activations={wish!r} would recompute; name their classes in "
+                    "OffloadPolicy.recompute_modules, or use 'offload'"
                 )
         cache.parameters.register_module(module)
         self._parts.parameters.tell()

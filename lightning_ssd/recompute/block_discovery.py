@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_ssd.errors import ConfigError
 
-__all__ = ["belongs_to_compiler", "find_blocks"]
+__all__ = ["belongs_to_compiler", "compiled_modules", "find_blocks"]
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -69,6 +69,13 @@ def belongs_to_compiler(module: nn.Module) -> bool:
         or getattr(module, "_compiled_call_impl", None) is not None
         or getattr(module, "_compiler_ctx", None) is not None  # Lightning unwraps what torch.compile() made
     )
+
+
+def compiled_modules(root: nn.Module) -> str:
+    """Return how many modules of which classes belong to the compiler, such as "2 Block"; "": none does."""
+    compiled = (getattr(module, "_orig_mod", module) for module in root.modules() if belongs_to_compiler(module))
+    counts = Counter(getattr(module, "original_name", type(module).__name__) for module in dict.fromkeys(compiled))
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def _repeated(root: nn.Module) -> set[nn.Module]:

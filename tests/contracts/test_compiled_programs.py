@@ -62,7 +62,7 @@ def test_a_function_that_the_optimizer_compiles(compiled, tmp_path):
 
 def test_blocks_that_are_compiled_before_are_refused_where_all_is_recomputed(tmp_path):
     program = CompiledProgram("block.compile()", "before registering")
-    with pytest.raises(ConfigError, match=r"outside of compiled or scripted modules.*activations='offload'"):
+    with pytest.raises(ConfigError, match=r"but compiled or scripted ones.*activations='offload'"):
         program.run(MODES["recompute"], tmp_path)
 
 
