@@ -112,8 +112,6 @@ VALUES = {
 class Keeps(Optimizer):
     """Momentum, and beside it a value that takes part in the update where it can."""
 
-    value: Callable[[torch.Tensor], Any]
-
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
 
