@@ -604,7 +604,8 @@ class TensorCache:
         record = SavedStorage(tensor)
         mark = self.copies.mark() if self.copies.is_asynchronous else PASSED
         operation = None if tensor.requires_grad else Operation.current()
-        is_whole = shows_all(tensor, nbytes)
+        # Asked here first: a call takes as long as the answer.
+        is_whole = (tensor.nbytes == nbytes and tensor.is_contiguous()) or shows_all(tensor, nbytes)
         lease = open_saved(self.accounting, current, record, storage, nbytes, is_whole, mark, operation)
         record.num_tensors = 1
         if self._group.add(record, placement, self.accounting.most_saved_bytes):
