@@ -21,17 +21,11 @@ from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.config import OffloadPolicy
 from lightning_ssd.errors import ConfigError
+from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.memory.gauge import DeviceGauge, Gauge
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.host_room import HostRoom
-from lightning_ssd.memory.malloc import (
-    PAGES_VARIABLE,
-    MallocThreshold,
-    foreign_malloc,
-    has_whole_pages,
-    is_glibc,
-    trim,
-)
+from lightning_ssd.memory.malloc import PAGES_VARIABLE, foreign_malloc, has_whole_pages, is_glibc
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.parameters.device_gradients import DeviceGradients
@@ -220,8 +214,7 @@ def _open_in_files(
     stack.callback(files.close)
     pages = UpdatePages(files, HostRoom(environment.num_local_processes, times=1))
     stack.callback(pages.close)
-    weights = gradients = None
-    room, is_limited = HostRoom(environment.num_local_processes), policy.memory_budget is not None
+    weights = gradients = freed = None
     if policy.parameters != "keep":
         weights = MappedWeights(
             files,
@@ -232,22 +225,16 @@ def _open_in_files(
         )
         stack.callback(weights.close)
     if policy.gradients != "keep":
-        stack.callback(trim)
-        threshold = MallocThreshold()
-        stack.callback(threshold.restore)
-        if has_whole_pages() and not is_limited:
-            threshold.reuse()  # of itself glibc would give the end of its heap back after each backward
+        freed = FreedMemory(is_limited=policy.memory_budget is not None, num_processes=environment.num_local_processes)
+        stack.callback(freed.close)
         gradients = PagedGradients(
             files,
             min_nbytes=policy.min_tensor_nbytes,
             waits=weights.pager.waits if weights is not None and policy.gradients == "auto" else None,
+            freed=freed,
         )
         stack.callback(gradients.close)
-
-    def is_short() -> bool:
-        return gradients is not None and (is_limited or not room.is_enough(lambda: files.used_bytes))
-
-    return PagedParameters(weights, gradients, files, pages, is_short), files.written_bytes
+    return PagedParameters(weights, gradients, files, pages, freed), files.written_bytes
 
 
 def _probed_shares(backend: Backend, environment: Environment) -> Sequence[float]:

@@ -136,14 +136,19 @@ class HeapPolicy:
         looking = self._looking
         if looking.acquire(blocking=False):
             try:
-                level = self._level()
-                if level > self._needed_bytes + _SLACK_BYTES:
-                    self._needed_bytes = max(self._needed_bytes, self._without_free(level))
-            except OSError:  # out of file descriptors, say: memory can return at the next look
-                pass
+                self._look()
             finally:
                 self._looked_bytes = come_bytes
                 looking.release()
+
+    def _look(self) -> None:
+        try:
+            level = self._level()
+            if level > self._needed_bytes + _SLACK_BYTES:
+                needed_bytes = self._without_free(level)
+                self._needed_bytes = max(self._needed_bytes, needed_bytes)
+        except OSError:  # out of file descriptors, say: memory can return at the next look
+            return
 
     def _without_free(self, level: int) -> int:
         """Give free memory back if there is much of it; return what is needed."""

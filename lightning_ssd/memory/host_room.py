@@ -8,8 +8,10 @@ from contextlib import suppress
 
 from lightning_ssd.memory.readings import host_available_bytes
 
-__all__ = ["HostRoom"]
+__all__ = ["AMPLE", "HostRoom"]
 
+AMPLE = 2
+"""Times what waits: as much again may be needed that was not seen yet."""
 _LOOK_S = 1.0
 
 
@@ -18,13 +20,22 @@ class HostRoom:
 
     Args:
         num_sharing: processes of this run that share it.
-        times: what waits, that there has to be room for: as much again may be needed that was not seen yet.
+        times: what waits, that there has to be room for (:meth:`is_enough`).
     """
 
-    def __init__(self, num_sharing: int = 1, *, times: int = 2) -> None:
+    def __init__(self, num_sharing: int = 1, *, times: int = AMPLE) -> None:
         self._num_sharing, self._times = num_sharing, times
         self._is_enough = False
         self._next_look_s = 0.0
+
+    def available_bytes(self, waiting_bytes: int) -> float:
+        """Return what can still be had, with so many bytes of files that may be in the page cache; 0: unknown.
+
+        Raises:
+            OSError: the system does not let itself be asked, such as with too many open files.
+        """
+        available = host_available_bytes(waiting_bytes)
+        return 0 if available is None else available / self._num_sharing
 
     def is_enough(self, waiting_bytes: Callable[[], int]) -> bool:
         """Whether there is room for the bytes of files that wait; as it was a second ago, or when last known."""
@@ -32,7 +43,6 @@ class HostRoom:
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + _LOOK_S
             nbytes = waiting_bytes()
-            with suppress(OSError):  # too many open files, say: it is asked again a second later
-                available_bytes = host_available_bytes(nbytes) or 0
-                self._is_enough = available_bytes / self._num_sharing >= self._times * nbytes
+            with suppress(OSError):  # it is asked again a second later
+                self._is_enough = self.available_bytes(nbytes) >= self._times * nbytes
         return self._is_enough

@@ -158,8 +158,8 @@ class MallocThreshold:
 
     # mallopt is process-wide, hence this bookkeeping. The lock is a leaf: nothing is called while it is held but libc.
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _claims: ClassVar[dict[MallocThreshold, bool]] = {}
-    """Whether each user wants every tensor mapped; else freed ones are to stay."""
+    _users: ClassVar[set[MallocThreshold]] = set()
+    _reusers: ClassVar[set[MallocThreshold]] = set()
     _holes: ClassVar[_HeldHoles | None] = None
     _is_changed: ClassVar[bool] = False
 
@@ -181,51 +181,58 @@ class MallocThreshold:
         """The latter: why nothing can be set; ``None``: it can."""
 
     def fix(self) -> None:
-        """Fix the threshold. Ends :meth:`reuse`. Again from the same object: no effect."""
-        self._claim(True)
+        """Fix the threshold. Again from the same object: no effect."""
+        if self._libc is None:
+            return
+        with self._lock:
+            # Claimed first: wherever an interrupt comes, restore() makes it good.
+            MallocThreshold._is_changed = True
+            self._users.add(self)
+            self._reusers.discard(self)
+            if self._holes is None:
+                MallocThreshold._holes = holes = _HeldHoles(self._libc)
+                holes.hold(self._MAPPED_NBYTES)
+            self._apply()
 
     def reuse(self) -> None:
         """Have tensors of any size lie in the heap, and freed ones stay there until :func:`trim`. Ends :meth:`fix`.
 
         Where glibc takes no such threshold (before 2.35), tensors from 32 MiB up are mapped as ever.
         """
-        self._claim(False)
-
-    def restore(self) -> None:
-        """End this object's claim. Without any claim: no effect."""
-        self._claim(None)
-
-    def _claim(self, maps_each: bool | None) -> None:
-        """Note what this object wants, and apply what all want."""
         if self._libc is None:
             return
-        cls = MallocThreshold
         with self._lock:
-            # Claimed first, and set again each time: wherever an interrupt comes, restore() makes it good.
-            if maps_each is None:
-                cls._claims.pop(self, None)
-                if not cls._is_changed:
-                    return
-            else:
-                cls._is_changed = True
-                cls._claims[self] = maps_each
-            is_fixed = any(cls._claims.values())
-            if is_fixed and cls._holes is None:
-                cls._holes = holes = _HeldHoles(self._libc)
-                holes.hold(self._MAPPED_NBYTES)
-            self._apply(is_fixed)
-            if cls._holes is not None and not is_fixed:
-                cls._holes.release()
-                cls._holes = None
-            cls._is_changed = bool(cls._claims)
+            # Again from the same object: set again, since an interrupt may have come between the claim and the setting.
+            MallocThreshold._is_changed = True
+            self._reusers.add(self)
+            self._users.discard(self)
+            self._settle()
 
-    def _apply(self, is_fixed: bool) -> None:
-        """Set glibc's thresholds. Called with the lock held."""
+    def restore(self) -> None:
+        """End this object's claims. Without any claim: no effect."""
+        if self._libc is None:
+            return
+        with self._lock:
+            self._users.discard(self)
+            self._reusers.discard(self)
+            if self._is_changed:
+                self._settle()
+                MallocThreshold._is_changed = bool(self._users or self._reusers)
+
+    def _settle(self) -> None:
+        """Apply what the claims that are left ask for. Called with the lock held."""
+        self._apply()
+        if self._holes is not None and not self._users:
+            self._holes.release()
+            MallocThreshold._holes = None
+
+    def _apply(self) -> None:
+        """Called with the lock held."""
         pad_nbytes = _user_setting("top_pad", self._RESTORED_TOP_PAD_NBYTES)
-        if is_fixed:
+        if self._users:
             mmap_nbytes = self._MAPPED_NBYTES
             trim_nbytes = self._FIXED_TRIM_NBYTES
-        elif self._claims:
+        elif self._reusers:
             mmap_nbytes = trim_nbytes = self._UNREACHED_NBYTES
             pad_nbytes = self._GROWTH_NBYTES
         else:

@@ -25,6 +25,7 @@ from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.tensors import Region, TensorSpec, holders
 from lightning_ssd.errors import StorageError
+from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.memory.mmap import VECTOR_BYTES
 from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
 from lightning_ssd.parameters.files.weight_files import WeightFiles
@@ -46,6 +47,7 @@ class PagedGradients:
         files: where they wait.
         min_nbytes: smaller ones stay.
         waits: whether that of a parameter may wait, asked when its module is registered; ``None``: all may.
+        freed: told, before any waits, how much will.
     """
 
     def __init__(
@@ -54,9 +56,11 @@ class PagedGradients:
         *,
         min_nbytes: int,
         waits: Callable[[torch.Tensor], bool] | None = None,
+        freed: FreedMemory | None = None,
     ) -> None:
         self._files = files
         self._waits = waits or (lambda parameter: True)
+        self._freed = freed
         self._min_nbytes = max(min_nbytes, 1)
         self._hooks: dict[int, ParameterHooks] = {}
         """By the number of the parameter."""
@@ -96,6 +100,11 @@ class PagedGradients:
         for shard in sharded.values():
             (self._staying.discard if self._waits(shard.parameter) else self._staying.add)(id(shard.parameter))
         self._forget()  # of those that are to stay now
+        waiting = [p for hooks in self._hooks.values() if (p := hooks.parameter) is not None]
+        waiting += [shard.parameter for shard in shards]
+        if self._freed is not None:
+            to_come = sum(local_of(p).nbytes for p in waiting if id(p) not in self._memory)
+            self._freed.expect(self._files.used_bytes + to_come)
         if whole or shards:
             nbytes = sum(local_of(p).nbytes for p in (*whole.values(), *(s.parameter for s in shards)))
             _log.info(

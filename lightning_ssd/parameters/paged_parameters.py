@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd.common.tensors import Piece
-from lightning_ssd.memory.malloc import trim
+from lightning_ssd.memory.freed_memory import FreedMemory
 from lightning_ssd.parameters.device_gradients import DeviceGradients
 from lightning_ssd.parameters.files.update_pages import UpdatePages
 from lightning_ssd.parameters.files.weight_files import WeightFiles
@@ -33,9 +33,8 @@ class PagedParameters:
     """Files of both, on a CPU."""
     pages: UpdatePages | None = None
     """Pages of both, around an update on a CPU."""
-    is_short: Callable[[], bool] = bool
-    """Tells after a backward whether the page cache needs the room that activations and gradients have left in glibc's
-    heap."""
+    freed: FreedMemory | None = None
+    """Where gradients wait in files."""
 
     @property
     def pager(self) -> Pager[Any] | None:
@@ -100,9 +99,9 @@ class PagedParameters:
             StorageError: a drive has refused changed weights or gradients, which may be lost.
         """
         self.send_out()
+        if self.freed is not None:
+            self.freed.look()
         if self.files is not None and self.files.used_bytes:
-            if self.is_short():
-                trim()
             self.files.look_for_losses()
 
     def added_to(self, stats: OffloadStats) -> OffloadStats:

@@ -1,63 +1,111 @@
-"""Freed memory leaves the process where memory is short of gradients that wait in the page cache, and else stays."""
+"""Freed memory leaves the process where memory is short of what waits in the page cache, and else stays."""
 
-from __future__ import annotations
-
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 
-from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
-from lightning_ssd.memory import host_room
-from lightning_ssd.memory.malloc import MallocThreshold, has_whole_pages
-from lightning_ssd.parameters import paged_parameters
+from lightning_ssd.memory import freed_memory, host_room
+from lightning_ssd.memory.freed_memory import FreedMemory
+from lightning_ssd.memory.malloc import MallocThreshold
 
-GRADIENT_BYTES = 1 << 20
+pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
+
+WAITING = 1000
 
 
-@pytest.mark.parametrize(
-    ("available", "gradients", "budget", "expected"),
-    [
-        (3 * GRADIENT_BYTES, "offload", None, [0, 0]),
-        (GRADIENT_BYTES, "offload", None, [1, 2]),
-        (None, "offload", None, [1, 2]),
-        (1 << 40, "offload", "1TiB", [1, 2]),
-        (None, "keep", None, [0, 0]),
-    ],
-    ids=["ample", "short", "unknown", "limited", "no gradient waits"],
-)
-def test_freed_memory_leaves_where_memory_is_short(
-    available: int | None,
-    gradients: str,
-    budget: str | None,
-    expected: list[int],
-    spill_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trims: list[int] = []
-    monkeypatch.setattr(paged_parameters, "trim", lambda: trims.append(0))
-    monkeypatch.setattr(host_room, "host_available_bytes", lambda _: available)
-    monkeypatch.setattr(host_room, "_LOOK_S", 0.0)
-    policy = OffloadPolicy(
-        activations="keep" if budget is None else "auto",
-        parameters="keep" if gradients == "offload" else "offload",
-        optimizer_states="offload",
-        gradients=gradients,  # type: ignore[arg-type]
-        memory_budget=budget,
-        min_tensor_bytes=0,
-    )
-    model = torch.nn.Linear(512, 512, bias=False)
-    found = []
-    with Offloader(policy=policy, hardware=HardwareProfile(paths=spill_dir), device="cpu") as offloader:
-        offloader.register_module(model)
-        offloader.expect_no_optimizer()
-        stays = gradients == "offload" and budget is None and has_whole_pages()
-        assert bool(MallocThreshold._claims) == stays
-        for _ in range(2):
-            with offloader.saved_tensors():
-                loss = model(torch.ones(2, 512)).sum()
-            loss.backward()
-            offloader.end_backward()
-            found.append(len(trims))
-    assert found == expected
-    assert not MallocThreshold._claims
+class Machine:
+    available_bytes: int | None = 10 * WAITING
+    num_trims = 0
+    now_s = 0.0
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    said = Machine()
+    monkeypatch.setattr(host_room, "host_available_bytes", lambda cached: said.available_bytes)
+    monkeypatch.setattr(freed_memory, "trim", lambda: setattr(said, "num_trims", said.num_trims + 1))
+    monkeypatch.setattr(freed_memory, "time", SimpleNamespace(monotonic=lambda: said.now_s))
+    monkeypatch.setattr(freed_memory, "_LOOK_S", 0.0)
+    return said
+
+
+@pytest.fixture
+def made(machine):
+    all_made = []
+
+    def make(**options):
+        all_made.append(FreedMemory(**options))
+        return all_made[-1]
+
+    yield make
+    for one in all_made:
+        one.close()
+        assert not stays(one)
+
+
+def stays(freed):
+    return freed._threshold in MallocThreshold._reusers
+
+
+@pytest.mark.parametrize("has_pages", [True, False])
+def test_with_room_for_all_freed_memory_stays_where_it_is_reused(has_pages, made, machine, monkeypatch):
+    monkeypatch.setattr(freed_memory, "has_whole_pages", lambda: has_pages)
+    freed = made()
+    freed.expect(WAITING)
+    freed.look()
+    assert stays(freed) is has_pages, "else malloc is left alone"
+    freed.expect(0)
+    assert not stays(freed)
+    freed.expect(WAITING)
+    for machine.now_s in (59.0, 60.0, 119.0, 120.0):
+        freed.look()
+    assert machine.num_trims == 2 * has_pages, "once a minute, or one large batch leaves its memory to the end"
+    machine.available_bytes = 0
+    freed.look()
+    assert not stays(freed)
+    assert machine.num_trims == 2 * has_pages + 1
+
+
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_only_where_the_user_has_asked_for_less_memory_freed_memory_leaves_at_once(is_limited, made, machine):
+    freed = made(is_limited=is_limited)
+    freed.expect(0)
+    freed.look()
+    assert not machine.num_trims, "no gradient waits"
+    freed.expect(WAITING)
+    freed.look()
+    assert machine.num_trims == is_limited
+    assert not (is_limited and stays(freed))
+
+
+@pytest.mark.parametrize("available", [2 * WAITING - 1, 0, None])
+def test_where_memory_is_short_or_unknown_freed_memory_leaves_to_the_end(available, made, machine):
+    """It would come and go with each step else, as what leaves is available then."""
+    machine.available_bytes = available
+    freed = made()
+    freed.expect(WAITING)
+    machine.available_bytes = 100 * WAITING
+    for num_trims in (1, 2):
+        freed.look()
+        freed.expect(WAITING)
+        assert not stays(freed)
+        assert machine.num_trims == num_trims
+
+
+def test_memory_that_gets_short_later_is_seen_at_a_border(made, machine):
+    freed = made()
+    freed.expect(WAITING)
+    machine.available_bytes = WAITING
+    freed.look()
+    assert not machine.num_trims
+    machine.available_bytes = WAITING - 1
+    freed.look()
+    assert machine.num_trims == 1, "what is free leaves now"
+
+
+def test_processes_share_the_memory(made, machine):
+    machine.available_bytes = 4 * WAITING
+    for num_processes, num_trims in ((2, 0), (3, 1)):
+        shared = made(num_processes=num_processes)
+        shared.expect(WAITING), shared.look()
+        assert machine.num_trims == num_trims

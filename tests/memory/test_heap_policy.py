@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def is_fixed(of):
-    return MallocThreshold._claims.get(of._threshold) is True
+    return of._threshold in MallocThreshold._users
 
 
 class Heap:
@@ -144,16 +144,16 @@ def test_each_mode_sets_malloc_until_the_end(has_pages, monkeypatch):
     for mode in (*HeapMode, HeapMode.TRIM):
         heap_policy.enter(mode)
         assert is_fixed(heap_policy) == (mode is HeapMode.MAP_EACH)
-        reuses = MallocThreshold._claims.get(heap_policy._threshold) is False
+        reuses = heap_policy._threshold in MallocThreshold._reusers
         assert reuses is (has_pages and mode is HeapMode.TRIM), "keeping everything takes what it takes without us"
     heap_policy.look(LOOK)
     heap_policy.border()
     # What is given back between passes would be mapped anew by the next one.
-    assert (heap_policy._threshold in MallocThreshold._claims) is has_pages
+    assert (heap_policy._threshold in MallocThreshold._reusers) is has_pages
     heap_policy.enter(HeapMode.MAP_EACH)
     heap_policy.close()
     assert not is_fixed(heap_policy)
-    assert heap_policy._threshold not in MallocThreshold._claims
+    assert heap_policy._threshold not in MallocThreshold._reusers
 
 
 @pytest.mark.parametrize(("library", "is_told"), [("libtcmalloc_minimal.so.4", True), (None, False)])

@@ -174,7 +174,7 @@ for claims in (["fix", "reuse", "fix"], ["reuse", "fix"], ["fix"]):
     other.restore()
     print(fixed, inside, held_after_free()[0])
     threshold.restore()
-    assert not (MallocThreshold._holes or MallocThreshold._claims)
+    assert not (MallocThreshold._holes or MallocThreshold._users or MallocThreshold._reusers)
 """,
         lambda values: max(values[0::3] + values[1::3]) <= 4 and min(values[2::3]) > 100,
     ),
