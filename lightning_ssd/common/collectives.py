@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["AllReduceMin", "have_same", "num_collectives"]
+__all__ = ["AllReduceMin", "MeetingCount", "have_same"]
 
 AllReduceMin = Callable[[Sequence[float]], list[float]]
 """The smallest of each number over all processes. Every process calls it at the same point, and waits for the others.
@@ -23,12 +22,24 @@ def have_same(names: Iterable[str], agree: AllReduceMin) -> bool:
     return smallest == -negative_largest
 
 
-def num_collectives() -> float:
-    """Count the collectives that this process has begun with others; NaN, which equals nothing, if that is unknown."""
+class MeetingCount:
+    """Tells whether this process has begun a collective with others since this was made."""
+
+    def __init__(self) -> None:
+        self._before = _num_collectives()
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether a collective has begun. ``True`` if unknown, because some backends do not count them."""
+        now = _num_collectives()
+        return now is None or now != self._before
+
+
+def _num_collectives() -> int | None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
     groups: Iterable[Any] = torch.distributed.distributed_c10d._world.pg_map  # the number is in no stub
     try:
         return sum(int(group._get_sequence_number_for_group()) for group in groups if group.size() > 1)
     except RuntimeError:  # of backends that have no such number
-        return math.nan
+        return None

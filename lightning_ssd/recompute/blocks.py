@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -28,10 +28,11 @@ from lightning_ssd.recompute.call_state import CallState
 from lightning_ssd.recompute.checkpointed_call import (
     Called,
     Recomputable,
-    Trial,
+    Watched,
     device_of,
     recompute,
     recompute_blocker,
+    watch,
 )
 
 __all__ = ["BlockObserver", "Blocks"]
@@ -85,19 +86,15 @@ class _Active(threading.local):
     observer: BlockObserver | None = None
 
 
-class _Shared:
-    """Holds what the blocks of one :class:`Blocks` have in common."""
-
-    def __init__(self, may_recompute: bool = False) -> None:
-        self.active = _Active()
-        self.may_recompute = may_recompute
-        self.warned: set[str] = set()
-        """Names of classes."""
-        self.trials: dict[type, Trial] = {}
-        """One call of each class, which was run again, or is to be in this pass."""
+_NOBODY = _Active()  # its observer is never set, so that it does nothing
 
 
-_NOBODY = _Shared()  # its observer is never set, so that it does nothing
+class _Kinds(NamedTuple):
+    """Holds what blocks of one class have in common."""
+
+    warned: set[str]
+    trials: dict[type, Watched]
+    """The call of each class that was run again, or is to be in this pass."""
 
 
 class Blocks:
@@ -122,15 +119,16 @@ class Blocks:
         may_recompute: bool = True,
         is_agreed: bool = False,
     ) -> None:
-        self._shared = _Shared(may_recompute)
+        self._active = _Active()
         self._wrappers: list[_Wrapper] = []
+        self._kinds = _Kinds(set(), {})
         self._has_warned = False
         taken: set[nn.Module] = set()
         for name, module in modules.items():
             if module not in taken:
                 taken.add(module)
                 block = Recomputable(name=name, kind=type(module).__name__, full=full, is_agreed=is_agreed)
-                self._wrappers.append(_stand_in(block, module, self._shared))
+                self._wrappers.append(_stand_in(block, module, self._active, self._kinds, may_recompute))
 
     def __enter__(self) -> Blocks:
         return self
@@ -155,34 +153,33 @@ class Blocks:
     @contextmanager
     def observe(self, observer: BlockObserver) -> Iterator[None]:
         """Around a forward: tell ``observer`` of the blocks that run in this thread. An inner one takes over."""
-        active, trials = self._shared.active, self._shared.trials
-        before = active.observer
+        before = self._active.observer
         if before is None and observer.wants_inputs:
-            for kind in [kind for kind, trial in trials.items() if trial.reason is None and not trial.is_tried]:
-                del trials[kind]  # backward has not come there
+            for kind in [kind for kind, trial in self._kinds.trials.items() if not trial.is_tried]:
+                del self._kinds.trials[kind]  # backward has not come there
             for wrapper in self._wrappers:
-                wrapper.refusal = None
+                wrapper.begin_measuring()
         looks_for_bypassed = before is None and observer.recomputes_all and not self._has_warned
         if looks_for_bypassed:
             for wrapper in self._wrappers:
                 wrapper.is_reached = False
         try:
-            active.observer = observer
+            self._active.observer = observer
             yield
         finally:
-            active.observer = before
+            self._active.observer = before
         if looks_for_bypassed:
             self._warn_of_bypassed()
 
     def _warn_of_bypassed(self) -> None:
         """Warn that blocks were compiled, or given a forward that does not call theirs, after they were registered."""
-        bypassed = [wrapper.name for wrapper in self._wrappers if wrapper.is_bypassed()]
+        bypassed = [(wrapper.name, reason) for wrapper in self._wrappers if (reason := wrapper.is_bypassed())]
         if bypassed:
             self._has_warned = True
+            name, reason = bypassed[0]
             warnings.warn(
-                f"{len(bypassed)} of {len(self._wrappers)} blocks are not recomputed, because they were compiled or "
-                f"given another forward after they were registered (first: {bypassed[0]!r}); what they save is "
-                "offloaded or kept instead",
+                f"{len(bypassed)} of {len(self._wrappers)} blocks are not recomputed since they were registered "
+                f"(block {name!r}: {reason}); what they save is offloaded or kept instead",
                 stacklevel=3,
             )
 
@@ -196,7 +193,7 @@ class Blocks:
         self._wrappers.clear()
 
 
-def _stand_in(block: Recomputable, module: nn.Module, shared: _Shared) -> _Wrapper:
+def _stand_in(block: Recomputable, module: nn.Module, active: _Active, kinds: _Kinds, may_recompute: bool) -> _Wrapper:
     """Return the stand-in that a module had before, anew, or its first one.
 
     Dynamo guards on its identity: another one each time is compiled for again, until it gives up and compiles nothing.
@@ -205,9 +202,9 @@ def _stand_in(block: Recomputable, module: nn.Module, shared: _Shared) -> _Wrapp
         del _stand_ins[key]  # no callback of a weak reference does so: it would swallow an interrupt
     before = _stand_ins.get(id(module))
     if before is not None and before.is_free:
-        before.__init__(block, module, shared)  # type: ignore[misc]
+        before.__init__(block, module, active, kinds, may_recompute)  # type: ignore[misc]
         return before
-    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, shared)
+    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, active, kinds, may_recompute)
     return stand_in
 
 
@@ -215,18 +212,34 @@ class _Wrapper(MethodPatch):
     """The ``forward`` of one block."""
 
     # With a ``__dict__``, on which Dynamo puts a guard. It stays empty.
-    __slots__ = ("__dict__", "_block", "_shared", "is_reached", "name", "refusal")
+    __slots__ = (
+        "__dict__",
+        "_active",
+        "_block",
+        "_is_allowed",
+        "_kinds",
+        "_refusal",
+        "_watched",
+        "is_reached",
+        "name",
+    )
 
-    def __init__(self, block: Recomputable, module: nn.Module, shared: _Shared) -> None:
+    def __init__(
+        self, block: Recomputable, module: nn.Module, active: _Active, kinds: _Kinds, may_recompute: bool
+    ) -> None:
         self.name = block.name
         self.is_reached = False
-        self.refusal: str | None = None
         self._block = block
-        self._shared = shared
+        self._active = active
+        self._kinds = kinds
+        self._is_allowed = may_recompute
+        self._refusal: str | None = None
+        self._watched: list[Watched] = []
         super().__init__(module, label=f"block {block.name!r}")
 
     def remove(self) -> None:
-        self._shared = _NOBODY
+        self._active = _NOBODY
+        self._watched.clear()
         super().remove()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +248,7 @@ class _Wrapper(MethodPatch):
                 return self._earlier(*args, **kwargs)
             module = self._module()
             return type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]
-        if self._shared.active.observer is None or not torch.is_grad_enabled() or compiler_is_at_work():
+        if self._active.observer is None or not torch.is_grad_enabled() or compiler_is_at_work():
             return self.__wrapped__(*args, **kwargs)
         return self._observed(args, kwargs)
 
@@ -245,20 +258,22 @@ class _Wrapper(MethodPatch):
         module = self._module()
         return self._is_removed and module is not None and module.__dict__.get("forward") is not self
 
-    def is_bypassed(self) -> bool:
-        """Whether calls of the module no longer come here, as far as is seen."""
+    def is_bypassed(self) -> str | None:
+        """Return why calls of the module no longer come here; ``None``: they do, as far as is seen."""
         module = self._module()
         if module is None or self.is_reached:
-            return False
+            return None
+        if belongs_to_compiler(module):
+            return "it is compiled"
         forward = module.__dict__.get("forward")
         while forward is not self and isinstance(forward, MethodPatch):
             forward = forward._earlier
-        return forward is not self or belongs_to_compiler(module)
+        return None if forward is self else "its forward was replaced"
 
     def _observed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.is_reached = True
-        active, module = self._shared.active, self._module()
-        observer = active.observer
+        active, observer = self._active, self._active.observer
+        module = self._module()
         if observer is None or module is None or torch._C._current_autograd_node() is not None:
             # The last: a checkpoint of the model's own repeats what we belong to, in a backward inside of the pass.
             return self.__wrapped__(*args, **kwargs)
@@ -280,10 +295,11 @@ class _Wrapper(MethodPatch):
                 called = Called(module, self.__wrapped__, inputs, (args, kwargs), self._block, state)
                 if wants_recompute:
                     return recompute(called, observer.block_recomputed)
-                trial = Trial(observer.block_tried)
-                result = trial.run(called)
-                if trial.is_pending or trial.reason is not None:
-                    self._shared.trials[type(module)] = trial
+                has_trial = type(module) in self._kinds.trials
+                result, watched = watch(called, None if has_trial else observer.block_tried)
+                if watched.is_on_trial:
+                    self._kinds.trials[type(module)] = watched
+                self._watched.append(watched)
                 return result
             finally:
                 observer.block_leaves()
@@ -291,14 +307,11 @@ class _Wrapper(MethodPatch):
             active.observer = observer
 
     def _state_to_repeat(self, module: nn.Module, inputs: CallInputs, *, wanted: bool) -> CallState | None:
-        """Return what the call depends on, if it is to be repeated; warn where that is ``wanted``, and it cannot.
-
-        Of each class one call is tried. Its verdict is that of the class.
-        """
+        """Return what the call depends on, if it can be repeated; warn where that is ``wanted``, and it cannot."""
         blocker, state = recompute_blocker(), None
         refusal = inputs.opaque or blocker
         reason = refusal or self.why_not()
-        if reason is None and (not self._shared.may_recompute or (not wanted and type(module) in self._shared.trials)):
+        if reason is None and not self._is_allowed:
             return None
         if reason is None and has_groups_within(module):
             reason = refusal = "FSDP2 gathers parts of it on their own; give fully_shard the block as a whole"
@@ -307,19 +320,26 @@ class _Wrapper(MethodPatch):
             if state.is_unmade:
                 return None  # without a word: later ones are
             reason = refusal = state.opaque
-        self.refusal = self.refusal or refusal
+        self._refusal = self._refusal or refusal
         kind = type(module).__name__
         # A block that checkpoints by itself has what it wants.
         is_told = blocker is not None or reason == self._block.changed  # by an error
-        if wanted and reason is not None and not is_told and kind not in self._shared.warned:
-            self._shared.warned.add(kind)
+        if wanted and reason is not None and not is_told and kind not in self._kinds.warned:
+            self._kinds.warned.add(kind)
             warnings.warn(f"block {self.name!r} ({kind}) is not recomputed: {reason}", stacklevel=4)
         return state if reason is None else None
 
+    def begin_measuring(self) -> None:
+        """Learn of arguments anew; what was found to be edited stays."""
+        self._watched = [watched for watched in self._watched if watched.reason is not None]
+        self._refusal = None
+
     def why_not(self) -> str | None:
         """Why a call cannot be recomputed, as far as is known."""
-        trial = self._shared.trials.get(type(self._module()))
-        return self.refusal or self._block.changed or (None if trial is None else trial.reason)
+        trial = self._kinds.trials.get(type(self._module()))
+        verdict = trial.reason if trial is not None and trial.is_tried else None
+        edited = next((watched.reason for watched in self._watched if watched.reason is not None), None)
+        return self._refusal or edited or self._block.changed or verdict
 
 
 _stand_ins: dict[int, _Wrapper] = {}

@@ -1,7 +1,7 @@
 """Put back what a block may change in its forward by contract while it runs again, and make it as it was afterwards.
 
-Put back are, of its modules and of modules among its arguments: attributes, parameters, buffers, parts and hooks, but
-not tensors that an earlier call has computed. Besides these the random numbers of Python and NumPy. A forward that
+Put back are, of its modules and of modules among its arguments: attributes, parameters, buffers, parts and hooks; and
+generators of random numbers that are attributes. Besides these the random numbers of Python and NumPy. A forward that
 edits a tensor or a container among its attributes, or gives a buffer other memory, is refused. Whatever else it
 changes, it changes once more, as with PyTorch's own checkpoint.
 """
@@ -9,11 +9,11 @@ changes, it changes once more, as with PyTorch's own checkpoint.
 from __future__ import annotations
 
 import operator
-import random
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from itertools import repeat
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -22,9 +22,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_ssd.common.method_patch import MethodPatch
-from lightning_ssd.common.rng import random_states
+from lightning_ssd.common.rng import RandomStates, shared_sources, source_of
 from lightning_ssd.common.tensors import StorageKey, storage_of
-from lightning_ssd.recompute.call_inputs import is_plain
+from lightning_ssd.recompute.call_inputs import apart, is_plain
 from lightning_ssd.recompute.fingerprint import differs
 
 __all__ = ["CallState", "restoring"]
@@ -35,9 +35,11 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 # Not looked at. The object of a proxy may be dead.
 _STEADY = frozenset({bool, int, float, complex, str, bytes, type(None), weakref.ProxyType, weakref.CallableProxyType})
 _NOT_LOOKED_INTO = (nn.Module, nn.UninitializedParameter, nn.UninitializedBuffer)
-_ABSENT, _AS_IT_IS = object(), object()
+_ABSENT = object()
 
 _T = TypeVar("_T")
+_Contents = list[tuple[Any, list[Any]]]
+"""Modules and what they consist of, each with its items: attributes, or what is in it."""
 
 
 class CallState:
@@ -53,20 +55,17 @@ class CallState:
         """An attribute that the call may change and that cannot be put back; ``None``: there is none."""
         self.is_unmade = any(isinstance(p, LazyModuleMixin) and "_initialize_hook" in p.__dict__ for p in parts)
         """Whether parameters are made by this very call, and hooks and classes of modules changed, as never again."""
+        self._places: _Contents = []
+        self._sources = shared_sources()
         self._tensors: list[_Tensor] = []
         self._containers: list[_Container] = []
         self._buffers: dict[int, _Buffer] = {}
         """By the number (``id``) of each: one may be registered twice."""
+        self._has_graphs = False
+        """Whether any tensor was computed by an earlier call."""
         for part in parts:
             self._enter(part)
-        self._draw_again = random_states()
-        # Without graphs: nodes of the call hold this, which no garbage collector sees, and a node that backward never
-        # reaches would keep the graphs of all calls before it.
-        self._before = [
-            (place, {name: _AS_IT_IS if _has_graph(value) else value for name, value in place.items()})
-            for part in parts
-            for place in _places(part)
-        ]
+        self._numbers = RandomStates(self._sources)
         self.addresses = frozenset(seen.storage.cdata for seen in self._tensors if seen.storage is not None)
         """Addresses of storages whose identity and version are compared."""
 
@@ -75,33 +74,35 @@ class CallState:
         if isinstance(part, torch.jit.ScriptModule) or any(map(_has_slots, owner.__mro__)):
             self.opaque = f"a {owner.__name__} keeps attributes outside of its __dict__, which cannot be put back"
             return
-        if isinstance(part, nn.RNNBase):
-            self.opaque = f"a {owner.__name__} saves memory that it writes in part, so that it cannot be compared"
+        self._places.append((part, _items(part)))
         for name, value in part.__dict__.items():
+            if not issubclass(type(value), _CONTAINERS):
+                self._look(owner, name, value)
+                continue
+            items, is_own = _items(value), name in _OF_MODULES
+            if is_own:
+                self._places.append((value, items))
+            else:
+                self._enter_container(f"{owner.__name__}.{name}", value, items)
             if name == "_buffers":
                 self._enter_buffers(part)
-            elif name == "_parameters":
-                self._tensors += [_Tensor.of(owner, key, p) for key, p in value.items() if _has_memory(p)]
-            elif name in _OF_MODULES:
-                continue
-            elif issubclass(type(value), _CONTAINERS):
-                self._enter_container(owner, name, value)
             else:
-                self._look(owner, name, value)
+                middle = len(items) // 2 if isinstance(value, dict) else 0
+                for key, item in zip(items[:middle] or repeat(name), items[middle:], strict=False):
+                    self._look(owner, key if is_own else name, item)
 
-    def _enter_container(self, owner: type, name: str, value: Any) -> None:
-        items = _items(value)
+    def _enter_container(self, label: str, value: Any, items: list[Any]) -> None:
         if any(map(_has_graph, items)):  # our nodes would hold it, and so the graphs of all calls before
-            self.opaque = (
-                f"{owner.__name__}.{name} holds tensors that an earlier call has computed; leave them there detached"
-            )
-        self._containers.append(_Container(f"{owner.__name__}.{name}", value, items))
-        for item in items:
-            self._look(owner, name, item)
+            self.opaque = f"{label} holds tensors that an earlier call has computed; leave them there detached"
+        self._containers.append(_Container(label, value, items))
 
     def _enter_buffers(self, part: nn.Module) -> None:
         for name, buffer in part._buffers.items():
-            if _has_memory(buffer) and (id(buffer) not in self._buffers or isinstance(part, _NormBase)):
+            # What inference mode has made, nothing edits outside of it.
+            if buffer is None or isinstance(buffer, nn.UninitializedBuffer) or buffer.is_inference():
+                continue
+            self._has_graphs = self._has_graphs or _has_graph(buffer)
+            if id(buffer) not in self._buffers or isinstance(part, _NormBase):
                 once = _each_once(buffer.detach())
                 self._buffers[id(buffer)] = _Buffer(part, _Tensor.of(type(part), name, buffer), once, once.clone())
 
@@ -110,11 +111,14 @@ class CallState:
         if kind in _STEADY or issubclass(kind, _NOT_LOOKED_INTO):
             return
         if issubclass(kind, torch.Tensor):
-            if _has_memory(value):
+            if not value.is_inference():
                 self._tensors.append(_Tensor.of(owner, name, value))
-            return
-        is_generator_at_end = getattr(value, "gi_frame", value) is None if hasattr(kind, "__next__") else True
-        if _draws(kind) or not is_generator_at_end:
+                self._has_graphs = self._has_graphs or _has_graph(value)
+        elif kind is tuple:
+            self._has_graphs = self._has_graphs or _has_graph(value)
+        elif (source := source_of(value)) is not None:
+            self._sources.append(source)
+        elif hasattr(kind, "__next__") and getattr(value, "gi_frame", value) is not None:  # not a generator at its end
             self.opaque = f"{owner.__name__}.{name} leads to a {kind.__name__}, which cannot be put back"
 
     def settle(self) -> str | None:
@@ -131,6 +135,25 @@ class CallState:
         edited = (seen.label for seen in self._containers if not _are_same(_items(seen.container), seen.items))
         return next(edited, None)
 
+    def release_graphs(self) -> None:
+        """After :meth:`settle`: hold tensors detached.
+
+        Nodes of the call hold this state, and Python's garbage collector does not see that. A node that backward does
+        not reach would keep the graphs of all calls before it.
+        """
+        others: dict[int, Any] = {}
+
+        def other(value: Any) -> Any:
+            if id(value) not in others and _has_graph(value):
+                others[id(value)] = tuple(map(other, value)) if type(value) is tuple else apart(value)
+            return others.get(id(value), value)
+
+        if self._has_graphs:
+            self._places = [(place, [*map(other, items)]) for place, items in self._places]
+            self._tensors = [seen._replace(tensor=other(seen.tensor)) for seen in self._tensors]
+            for key, seen in self._buffers.items():
+                self._buffers[key] = seen._replace(before=seen.before._replace(tensor=other(seen.before.tensor)))
+
     def change(self) -> str | None:
         """Return what was done since that cannot be undone; ``None``: nothing that can be seen."""
         changed = next(filter(None, (seen.change() for seen in self._tensors)), None)
@@ -145,23 +168,21 @@ class CallState:
         Buffers have the bytes of before meanwhile, and ``run`` may save them: autograd without us holds them, too, with
         the bytes of when backward uses them. Versions stay as they are, since what others have saved has not changed.
         """
-        now = [(place, dict(place)) for place, _ in self._before]
+        now = [(place, _items(place)) for place, _ in self._places]
         buffers = [seen.buffer for seen in self._buffers.values()]
         bytes_now = [buffer.clone() for buffer in buffers]
-        draw_as_now = random_states()
+        numbers = RandomStates(self._sources)
 
         def begin() -> _T:
-            for place, items in self._before:
-                _restore(place, items)
-            self._draw_again()
+            _restore(self._places)
+            self._numbers.restore()
             for buffer, seen in zip(buffers, self._buffers.values(), strict=True):
                 buffer.data.copy_(seen.copy)
             return run(*args, **kwargs)
 
         def end() -> None:
-            for place, items in now:
-                _restore(place, items)
-            draw_as_now()
+            _restore(now)
+            numbers.restore()
             for buffer, copy in zip(buffers, bytes_now, strict=True):
                 buffer.data.copy_(copy)
 
@@ -198,12 +219,81 @@ class _Buffer(NamedTuple):
         return differs(self.buffer, self.copy) if self.buffer.device.type == "cpu" else self.copy.nbytes <= _SMALL_BYTES
 
 
+def restoring(call: Callable[[], _T], undo: Callable[[], object]) -> _T:
+    """Call ``call``, then ``undo``; where Ctrl-C comes into that, ``undo`` is called once more before it is raised."""
+    is_undone = False
+    try:
+        try:
+            return call()
+        finally:
+            undo()
+            is_undone = True
+    except BaseException:
+        if not is_undone:
+            undo()
+        raise
+
+
+def _restore(contents: _Contents) -> None:
+    """Put the same objects into the same places. May be called again, wherever an earlier call has got to."""
+    for place, items in contents:
+        if not _are_same(_items(place), items):
+            _put(place, items)
+
+
+def _are_same(now: list[Any], items: list[Any]) -> bool:
+    return len(now) == len(items) and all(map(operator.is_, now, items))
+
+
+def _items(place: Any) -> list[Any]:
+    """Return all keys, then all values, where there are keys. Not as a class of the user's may show them."""
+    place = place.__dict__ if isinstance(place, nn.Module) else place
+    base: Any = next(base for base in _CONTAINERS if issubclass(type(place), base))
+    return [*base.keys(place), *base.values(place)] if issubclass(base, dict) else [*base.__iter__(place)]
+
+
+def _put(place: Any, items: list[Any]) -> None:
+    middle = len(items) // 2
+    if isinstance(place, nn.Module):
+        _put_attributes(place, dict(zip(items[:middle], items[middle:], strict=True)))
+        return
+    base: Any = next(base for base in _CONTAINERS if isinstance(place, base))
+    base.clear(place)
+    base.update(place, items if base is set else zip(items[:middle], items[middle:], strict=True))
+
+
+def _put_attributes(part: nn.Module, wanted: dict[str, Any]) -> None:
+    """One by one: other code may look at a module at any time. Past setters that it may have of its own."""
+    now = part.__dict__
+    for name in [*(now.keys() - wanted.keys()), *wanted]:
+        old, new = now.get(name, _ABSENT), wanted.get(name, _ABSENT)
+        if old is new or issubclass(type(old), MethodPatch) or issubclass(type(new), MethodPatch):
+            continue  # our own stand-ins come and go as they please
+        if new is _ABSENT:
+            del now[name]
+        else:
+            now[name] = new
+
+
+def _has_slots(kind: type) -> bool:
+    names = kind.__dict__.get("__slots__")
+    if not names:
+        return False
+    return not {"__dict__", "__weakref__"}.issuperset([names] if isinstance(names, str) else names)
+
+
+def _has_graph(value: Any) -> bool:
+    if type(value) is tuple:
+        return any(map(_has_graph, value))
+    return is_plain(value) and value.grad_fn is not None
+
+
 class _Tensor(NamedTuple):
     """A tensor as it was before the call."""
 
-    label: str
+    owner: type
+    name: str
     tensor: torch.Tensor
-    """Without its graph."""
     version: int
     storage: StorageKey | None
     """No other one can have its address as long as this is held; ``None``: it has none."""
@@ -219,19 +309,17 @@ class _Tensor(NamedTuple):
 
     @classmethod
     def of(cls, owner: type, name: str, tensor: torch.Tensor) -> _Tensor:
-        tensor = tensor if tensor.grad_fn is None else tensor.detach()
         storage = _storage_of(tensor)
-        return cls(
-            label=f"{owner.__name__}.{name}",
-            tensor=tensor,
-            version=tensor._version,
-            storage=None if storage is None else StorageKey(storage),
-            nbytes=0 if storage is None else storage.nbytes(),
-            view=_view_of(tensor),
-            gradient=None if (gradient := _gradient_of(tensor)) is None else weakref.ref(gradient),
-            gradient_version=_version_of(gradient),
-            hooks=_hooks_of(tensor),
-        )
+        nbytes = 0 if storage is None else storage.nbytes()
+        key = None if storage is None else StorageKey(storage)
+        gradient = _gradient_of(tensor)
+        reference, version = (None, 0) if gradient is None else (weakref.ref(gradient), _version_of(gradient))
+        view, hooks = _view_of(tensor), _hooks_of(tensor)
+        return cls(owner, name, tensor, tensor._version, key, nbytes, view, reference, version, hooks)
+
+    @property
+    def label(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
 
     def edit(self) -> str | None:
         """Return what the call, which has just ended, has edited in place."""
@@ -240,8 +328,10 @@ class _Tensor(NamedTuple):
         if _hooks_of(self.tensor) != self.hooks:
             return f"the hooks of {self.label}"
         gradient = _gradient_of(self.tensor)
-        is_same = gradient is (None if self.gradient is None else self.gradient())
-        if not is_same or _version_of(gradient) != self.gradient_version:
+        before = None if self.gradient is None else self.gradient()
+        if gradient is None and self.gradient is None:
+            return None
+        if gradient is not before or (gradient is not None and _version_of(gradient) != self.gradient_version):
             return f"the gradient of {self.label}"
         return None
 
@@ -263,89 +353,6 @@ class _Tensor(NamedTuple):
             return f"{self.label} was given other data"
         is_resized = 0 != storage.nbytes() != self.nbytes != 0
         return f"the memory of {self.label} was resized" if is_resized else None
-
-
-def restoring(call: Callable[[], _T], undo: Callable[[], object]) -> _T:
-    """Call ``call``, then ``undo``; where Ctrl-C comes into that, ``undo`` is called once more before it is raised."""
-    is_undone = False
-    try:
-        try:
-            return call()
-        finally:
-            undo()
-            is_undone = True
-    except BaseException:
-        if not is_undone:
-            undo()
-        raise
-
-
-def _places(part: nn.Module) -> list[dict[Any, Any]]:
-    """Return the dicts of what a module consists of: attributes, parameters, buffers, parts and hooks."""
-    attributes = part.__dict__
-    return [attributes, *(attributes[name] for name in _OF_MODULES & attributes.keys() if _is_dict(attributes[name]))]
-
-
-def _is_dict(value: Any) -> bool:
-    return issubclass(type(value), dict)
-
-
-def _restore(place: dict[Any, Any], items: dict[Any, Any]) -> None:
-    """Put the same objects into the same places, past setters of the module.
-
-    One by one, because other code may look at a module at any time. May be called again, wherever an earlier call has
-    got to.
-    """
-    for name in [*(place.keys() - items.keys()), *items]:
-        old, new = place.get(name, _ABSENT), items.get(name, _ABSENT)
-        if old is new or new is _AS_IT_IS or issubclass(type(old), MethodPatch) or issubclass(type(new), MethodPatch):
-            continue  # our own stand-ins come and go as they please
-        if new is _ABSENT:
-            del place[name]
-        else:
-            place[name] = new
-    if isinstance(place, OrderedDict):  # of hooks
-        for name in items:
-            place.move_to_end(name)
-
-
-def _items(container: Any) -> list[Any]:
-    """Return all keys, then all values, where there are keys. Not as a class of the user's may show them."""
-    base: Any = next(base for base in _CONTAINERS if issubclass(type(container), base))
-    if issubclass(base, dict):
-        return [*base.keys(container), *base.values(container)]
-    return [*base.__iter__(container)]
-
-
-def _are_same(now: list[Any], items: list[Any]) -> bool:
-    return len(now) == len(items) and all(map(operator.is_, now, items))
-
-
-def _draws(kind: type) -> bool:
-    """Whether objects of this class are generators of random numbers, which would draw once more."""
-    return issubclass(kind, torch.Generator | random.Random) or any(
-        base.__module__.startswith("numpy.random.") for base in kind.__mro__
-    )
-
-
-def _has_slots(kind: type) -> bool:
-    names = kind.__dict__.get("__slots__")
-    if not names:
-        return False
-    return not {"__dict__", "__weakref__"}.issuperset([names] if isinstance(names, str) else names)
-
-
-def _has_graph(value: Any) -> bool:
-    if type(value) is tuple:
-        return any(map(_has_graph, value))
-    return is_plain(value) and value.grad_fn is not None
-
-
-def _has_memory(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether a tensor is made, and has a version. What inference mode has made, nothing edits outside of it."""
-    if tensor is None or isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
-        return False
-    return not tensor.is_inference()
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -373,8 +380,8 @@ def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.grad if tensor.is_leaf else None  # asking others for it is warned of
 
 
-def _version_of(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _hooks_of(tensor: torch.Tensor) -> list[int]:

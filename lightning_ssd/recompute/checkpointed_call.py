@@ -3,14 +3,15 @@
 The mechanism is PyTorch's own non-reentrant checkpoint (``torch.utils.checkpoint``), which sees to random numbers and
 autocast. What it leaves to its caller is done here:
 
-* What the forward may change by contract (``call_state.py``) is changed once: buffers, and attributes of its modules.
+* What the user may change by contract (``call_state.py``) is put back while the call is repeated: attributes,
+  parameters, buffers, parts and hooks of its modules.
 * What was edited in place since (a tensor, a list or dict among the attributes), or got other data, is an error.
 * All else (globals, context variables, modes of the process, objects that attributes refer to) shows only where it has
   an effect on what the repetition saves, which is compared with what the call has saved (``fingerprint.py``). So
   gradients of this call are right. What the repetition changes there stays changed for the next step.
 
 Each error comes before any gradient of the call is used. In a trial a call is kept and repeated as well; a difference
-is no error then (:class:`Trial`). A tensor given twice stays one; lists among the arguments that
+is no error then (:func:`watch`). A tensor given twice stays one; lists among the arguments that
 the forward fills are filled once.
 """
 
@@ -22,8 +23,8 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,15 +34,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
 
 from lightning_ssd.common.accelerators import is_capturing
-from lightning_ssd.common.collectives import num_collectives
+from lightning_ssd.common.collectives import MeetingCount
 from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
+from lightning_ssd.common.rng import RandomStates, default_sources
 from lightning_ssd.common.tensors import TensorSpec, class_of
 from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
 from lightning_ssd.recompute.call_inputs import CallInputs, apart, fill, is_plain
 from lightning_ssd.recompute.call_state import CallState
 from lightning_ssd.recompute.fingerprint import Fingerprint
 
-__all__ = ["Called", "Recomputable", "Trial", "device_of", "recompute", "recompute_blocker"]
+__all__ = ["Called", "Recomputable", "Watched", "device_of", "recompute", "recompute_blocker", "watch"]
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +83,8 @@ class Recomputable:
     take what it gets for the answer to something else."""
     changed: str | None = None
     """Why it was found out in a repetition that the block had better be kept."""
+    unwritten: set[tuple[int, int]] = field(default_factory=set)
+    """Saved integers that differ without meaning, and are no indices: what the call saved, and which of it."""
 
     def refuse(self, reason: str) -> RecomputeError:
         """From now on it is kept. Returns the error to raise."""
@@ -147,79 +151,99 @@ def recompute(called: Called, told: Callable[[Iterable[int]], None] | None = Non
     return result
 
 
-class Trial:
-    """Runs a module, and keeps what it saves. When backward reaches the call, it runs again, to be compared.
-
-    Args:
-        told: gets when the repetition began and ended.
+class Watched:
+    """Evidence of a call that was kept on whether it may be recomputed.
 
     Attributes:
-        reason: why blocks of this class had better not be recomputed; ``None``: nothing speaks against it so far. What
-            others have edited is known once backward has reached the call.
-        is_pending: whether it is to run again then: backward needs something that it has saved.
-        is_tried: whether it did.
+        reason: why it had better not be; ``None``: nothing speaks against it, as far as is known. What others have
+            edited is known once backward has reached the call, as a repetition would have met it.
+        is_on_trial: whether it is to run again then: backward needs something that it has saved.
+        is_tried: whether it did, so that ``reason`` holds for other blocks of its class, too.
     """
 
-    def __init__(self, told: Callable[[float, float], None]) -> None:
+    def __init__(self, called: Called) -> None:
         self.reason: str | None = None
-        self.is_pending = self.is_tried = False
-        self._told = told
+        self.is_on_trial = self.is_tried = False
+        self._block = called.block
+        self._inputs = _probes_of(called.inputs)
         self._is_over = self._is_looked_at = False
 
-    def run(self, called: Called) -> Any:
-        """Run the module, and return its result."""
-        inputs, state, block = _probes_of(called.inputs), called.state, called.block
-        pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
-        holders: list[Any] = []  # the first of the checkpoint's: by it all is made again, and is held by no other
+    def settle(self, edits: str | None, *, has_met: bool) -> None:
+        """The call is over, and has edited something in place, or met other processes."""
+        edits = "an input" if _are_edited(self._inputs) else edits
+        reason = _MEETS if has_met and not self._block.is_agreed else None
+        reason = reason if edits is None else f"{edits} is edited in place by it"
+        self.reason, self._is_over = self.reason or reason, True
 
-        def keep(tensor: torch.Tensor, holder: Any) -> Any:
-            if not holders:
-                holders.append(holder)
-            return pack(tensor)
+    def look(self, state: CallState) -> bool:
+        """Has anything been edited by now? Returns whether this is the first time, which counts, and nothing has."""
+        if self._is_looked_at:
+            return False
+        self._is_looked_at = True
+        if not self._is_over:
+            self.reason = _ASKS
+        elif _are_edited(self._inputs):
+            self.reason = self.reason or "an input of it is edited in place"
+        else:
+            self.reason = self.reason or state.change()
+        return self.reason is None
 
-        def look(packed: Any, again: Callable[[Any], object]) -> Any:
-            if not self._is_looked_at:
-                self._is_looked_at = True
-                if not self._is_over:
-                    self.reason = _ASKS
-                elif _are_edited(inputs):
-                    self.reason = self.reason or "an input of it is edited in place"
-                else:
-                    self.reason = self.reason or state.change()
-                if self.reason is None:
-                    self._run_again(lambda: again(*holders), block)
-            return unpack(packed)
-
-        call = _Call(called, keep, look)
-        # Its inputs go past the hooks: other passes do not save them.
-        with saved_tensors_hooks(_copies(), _as_it_is):
-            result = call.begin(called.inputs)
-        edits = "an input" if _are_edited(inputs) else call.edits
-        if edits is not None:
-            self.reason = self.reason or f"{edits} is edited in place by it"
-        elif call.has_met and not block.is_agreed:
-            self.reason = self.reason or _MEETS
-        self._is_over, self.is_pending = True, bool(holders)
-        return result
-
-    def _run_again(self, repeat: Callable[[], object], block: Recomputable) -> None:
+    def run_again(self, repeat: Callable[[], object]) -> None:
         """Note what differs in a repetition."""
-        begin_s = time.perf_counter()
         try:
             repeat()
             self.is_tried = True
         except RecomputeError:
-            self.reason, self.is_tried = block.changed, True
+            self.reason, self.is_tried = self._block.changed, True
             _log.warning(
                 "blocks of the class %s are kept, since one was run again: %s. What its forward changes elsewhere than "
                 "in its own modules, such as a generator of random numbers, was changed once more",
-                block.kind,
+                self._block.kind,
                 self.reason,
             )
         except Exception as error:
             if not _ran_out(error):  # which says nothing of the block, and what backward needs was kept
                 raise
-        self._told(begin_s, time.perf_counter())
+
+
+def watch(called: Called, told: Callable[[float, float], None] | None = None) -> tuple[Any, Watched]:
+    """Run a module, and keep what it saves. Returns the result, and what shows whether it may be recomputed.
+
+    Args:
+        called: the module and its arguments.
+        told: the call is on trial: it runs again when backward reaches it, and this gets when that began and ended.
+    """
+    watched, state = Watched(called), called.state
+    pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
+    holders: list[Any] = []  # the first of the checkpoint's: by it all is made again, and is held by no other
+
+    def keep(tensor: torch.Tensor, holder: Any) -> Any:
+        if not holders:
+            holders.append(holder)
+        return pack(tensor)
+
+    def look(packed: Any, again: Callable[[Any], object] | None = None) -> Any:
+        if watched.look(state) and again is not None and told is not None:
+            begin_s = time.perf_counter()
+            watched.run_again(lambda: again(*holders))
+            told(begin_s, time.perf_counter())
+        return unpack(packed)
+
+    if told is None:
+        meetings = MeetingCount()
+        with saved_tensors_hooks(pack, look) if pack is not _as_it_is else nullcontext():
+            result = called.run(*called.first[0], **called.first[1])
+        edits, has_met = state.settle(), meetings.has_grown
+        state.release_graphs()
+    else:
+        call = _Call(called, keep, look)
+        # Its inputs go past the hooks: other passes do not save them.
+        with saved_tensors_hooks(_copies(), _as_it_is):
+            result = call.begin(called.inputs)
+        edits, has_met = call.edits, call.has_met
+        watched.is_on_trial = bool(holders)
+    watched.settle(edits, has_met=has_met)
+    return result, watched
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -254,10 +278,12 @@ class _Call:
         """After the first run: whether it has waited for other processes."""
         self._module, self._run = called.module, called.run
         self._pattern = inputs.pattern
+        self._devices = {device_of(called.module), *(tensor.device for tensor in inputs.tensors)}
         self._versions = [(tensor, tensor._version) for tensor in inputs.tensors]
         self._first: tuple[Any, Any] | None = called.first
         self._block, self._state = called.block, called.state
         self._saved = Fingerprint(full=self._block.full, weights=self._state.addresses)
+        self._output: Fingerprint | None = None
         self._stand_in, self._unpack = stand_in, unpack
         self._told = told
 
@@ -276,7 +302,7 @@ class _Call:
             return None
         (args, kwargs), self._first = self._first, None
         seen = _seen_by(self._saved, stand_in=self._stand_in, unpack=self._unpack)
-        num_before = num_collectives()
+        meetings = MeetingCount()
         try:
             with seen:
                 result = self._run(*args, **kwargs)
@@ -287,8 +313,11 @@ class _Call:
         finally:
             seen.gen.close()  # an interrupt inside of contextlib would leave the hooks to the end of the frame
         self._saved.close()
-        self.has_met = num_collectives() != num_before
+        if self._saved.has_integers:
+            self._output = _fingerprint_of(result)
+        self.has_met = meetings.has_grown
         self.edits = self._state.settle()
+        self._state.release_graphs()
         if any(tensor._version != version for tensor, version in self._versions):
             self.edits = "an input"
         self._versions.clear()
@@ -299,6 +328,7 @@ class _Call:
         if reason is not None:
             raise self._block.refuse(reason)
         args, kwargs = fill(self._pattern, [*map(apart, tensors)])
+        numbers = RandomStates(default_sources(self._devices) if self._saved.has_integers else ())
         again = Fingerprint(full=self._block.full, frontier=self._saved.frontier)
         sizes: dict[int, int] = {}
         seen = _seen_by(again, sizes=sizes)
@@ -319,16 +349,37 @@ class _Call:
             raise self._block.refuse(reason) from error
         finally:
             seen.gen.close()  # here, and not by the end of the frame of an interrupt inside of contextlib
-        edited = self._state.edited_container()
-        reason = self._saved.difference(again) if edited is None else f"{edited} has other items than in forward"
-        if reason is not None:
-            raise self._block.refuse(
-                f"{reason}: it depends on something that has changed and is not put back, or does not repeat its bits",
-            )
+        self._compare(again, tensors, numbers)
         if self._told is not None:  # once; inputs were never gone, and weights are no activations
             given = {tensor.untyped_storage()._cdata for tensor in tensors if is_plain(tensor)}
             self._told([n for key, n in sizes.items() if key not in given and key not in self._state.addresses])
             self._told = None
+
+    def _compare(self, again: Fingerprint, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> None:
+        edited = self._state.edited_container()
+        reason = self._saved.difference(again) if edited is None else f"{edited} has other items than in forward"
+        if reason is None:
+            integers = self._saved.differing_integers(again)
+            written = [index for index in integers if not self._saved.may_be_unwritten(index)]
+            kinds = self._saved.kinds
+            unknown = [index for index in integers if (kinds, index) not in self._block.unwritten]
+            if written or (unknown and not self._has_same_output(tensors, numbers)):
+                reason = f"the values of saved tensor {(written or unknown)[0]}, integers, differ"
+            else:  # what might be an index after all is looked at in each call
+                known = [(kinds, index) for index in unknown if self._saved.cannot_be_index(index)]
+                self._block.unwritten.update(known)
+        if reason is not None:
+            raise self._block.refuse(
+                f"{reason}: it depends on something that has changed and is not put back, or does not repeat its bits",
+            )
+
+    def _has_same_output(self, tensors: tuple[torch.Tensor, ...], numbers: RandomStates) -> bool:
+        """Run once more, to the end."""
+        numbers.restore()
+        args, kwargs = fill(self._pattern, [*map(apart, tensors)])
+        with saved_tensors_hooks(lambda tensor: None, _as_it_is):
+            output = self._state.as_before(lambda: _fingerprint_of(self._run(*args, **kwargs)))
+        return self._output is not None and self._output.difference(output) is None
 
 
 class _Saved:
@@ -401,6 +452,14 @@ def _probes_of(inputs: CallInputs) -> list[VersionProbe]:
 
 def _are_edited(probes: Iterable[VersionProbe]) -> bool:
     return any(probe.version != probe.saved for probe in probes)
+
+
+def _fingerprint_of(result: Any) -> Fingerprint:
+    fingerprint = Fingerprint(full=True)
+    for tensor in CallInputs((result,), {}).tensors:
+        fingerprint.add(tensor)
+    fingerprint.close()
+    return fingerprint
 
 
 def _ran_out(error: Exception) -> bool:

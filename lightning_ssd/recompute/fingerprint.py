@@ -5,9 +5,8 @@ gradients. Of each saved tensor its type, shape and device are compared, and its
 one every 251st element, so that no other 251 elements in a row pass, and of the last large one (through which has
 passed what the call's result is made of) sums over all bytes as well. ``full`` takes these sums of every large one.
 
-Seeds of attention on CUDA are left out, because kernels that drop nothing never write them. PyTorch's checkpoint draws
-the same ones again. Attention saves seed and offset as a pair and a number of ``uint64``, or as two numbers on the CPU:
-no operation takes such integers for an index.
+Integers may be memory that was never written (seeds of kernels that drop nothing, reserved space): where only they
+differ, and look like it, the caller has to find out whether it matters, see ``checkpointed_call.py``.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ _STRIDE = 251
 _COLUMNS = 512
 _NUM_UNREAD = 2
 """So many tensors wait for the next one before they are read: ``rrelu`` fills its noise after it has saved two."""
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint32, torch.uint64})
+_KNOWN_DEVICES = ("cpu", "cuda")
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -55,9 +56,15 @@ class Fingerprint:
         self._unread: deque[tuple[torch.Tensor, object]] = deque()
         """With what keeps a weight from leaving its device before it has been read."""
         self._prints: list[list[torch.Tensor]] = []
+        self._integers: dict[int, torch.Tensor] = {}
         self._joined: dict[torch.device, torch.Tensor] = {}
         self.is_closed = False
         """Whether the call is over."""
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether integers are among them."""
+        return bool(self._integers)
 
     def add(self, tensor: torch.Tensor) -> None:
         """One more."""
@@ -78,15 +85,18 @@ class Fingerprint:
         self._prints.append(prints)
         modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
         with torch._C.DisableTorchFunction(), modes:
-            for part in () if self._is_seed(index) else _parts(tensor):
+            for number, part in enumerate(_parts(tensor)):
                 raw = _raw(part)
-                prints.append(_sample(raw))
-                if raw.nbytes <= _SMALL_BYTES:
+                is_large = raw.nbytes > _SMALL_BYTES
+                if part.dtype in _INTEGERS and not number:
+                    self._integers[index] = _sample(raw)
                     continue
-                is_known = part.untyped_storage()._cdata in self._weights
+                prints.append(_sample(raw))
+                if not is_large:
+                    continue
                 if self._full or index == self._wanted:
                     prints.append(_sums(raw))
-                elif self._wanted is None and (part.is_floating_point() or part.is_complex()) and not is_known:
+                elif self._wanted is None and part.untyped_storage()._cdata not in self._weights:
                     self._last = index, raw, raw._version
 
     def close(self) -> None:
@@ -113,7 +123,10 @@ class Fingerprint:
         self._last = None
 
     def difference(self, other: Fingerprint) -> str | None:
-        """Return what ``other``, of a repetition, has saved otherwise. On CUDA this waits for the device."""
+        """Return what ``other``, of a repetition, has saved otherwise. On CUDA this waits for the device.
+
+        Integers are left out, see :meth:`differing_integers`.
+        """
         for index, (one, two) in enumerate(zip(self._kinds, other._kinds, strict=False)):
             if one != two:
                 return f"saved tensor {index} is {_described(two)} instead of {_described(one)}"
@@ -134,12 +147,33 @@ class Fingerprint:
                 start += part.numel()
         return "the values of the saved tensors differ"
 
-    def _is_seed(self, index: int) -> bool:
+    def differing_integers(self, other: Fingerprint) -> list[int]:
+        """The numbers of the integer tensors that differ."""
+        return [index for index, values in self._integers.items() if not torch.equal(values, other._integers[index])]
+
+    def may_be_unwritten(self, index: int) -> bool:
+        """Whether these integers look like a seed or reserved space. Others are indices, say, on which gradients depend
+        even where the output does not.
+
+        Attention on CUDA saves its seed and offset as a pair and a number of ``uint64``, or as two numbers on the CPU;
+        recurrent layers reserve bytes. Of other devices it is not known where they put them.
+        """
         _, dtype, shape, device = self._kinds[index]
-        if dtype is torch.uint64:
-            return shape in ((), (2,))
-        is_number = dtype is torch.int64 and shape == () and device.type == "cpu"
-        return is_number and any(kind[3].type != "cpu" for kind in self._kinds)
+        if dtype is torch.uint8 or (dtype is torch.uint64 and shape in ((), (2,))):
+            return True
+        return dtype is torch.int64 and shape == () and (self._is_elsewhere(index) or device.type not in _KNOWN_DEVICES)
+
+    def cannot_be_index(self, index: int) -> bool:
+        """Whether no operation takes such integers for an index: of another type, or not where the others are."""
+        return self._kinds[index][1] is not torch.int64 or self._is_elsewhere(index)
+
+    def _is_elsewhere(self, index: int) -> bool:
+        return self._kinds[index][3].type == "cpu" and any(device.type != "cpu" for *_, device in self._kinds)
+
+    @property
+    def kinds(self) -> int:
+        """A number that calls have in common which have saved tensors of the same types, shapes and devices."""
+        return hash(tuple(self._kinds))
 
 
 def differs(one: torch.Tensor, other: torch.Tensor) -> bool:

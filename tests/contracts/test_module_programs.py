@@ -146,7 +146,7 @@ def test_where_a_tensor_lies_in_its_storage_is_no_difference():
 
 
 class SavesIntegers(torch.autograd.Function):
-    """Saves a seed that a kernel has not written, and an index."""
+    """Saves what a kernel has reserved and not written, as far as anybody can tell."""
 
     seeds = iter(range(10**6))
 
@@ -176,21 +176,24 @@ COUNTS = []
 ORDERS = [[0, 1, 2]]
 
 
-def test_a_seed_that_is_not_written_is_no_difference_and_an_index_is_one(tmp_path):
+def test_integers_that_nobody_has_written_are_no_difference(tmp_path):
+    """The block runs once more to find out, the first time; where the output differs, too, it is an error."""
     torch.manual_seed(1)
     net = torch.nn.ModuleList([Shuffles(), Shuffles()])
     with open_offloader(tmp_path, MODES["recompute"]) as offloader:
         offloader.register_module(net)
-        with offloader.saved_tensors():
-            y = net[1](net[0](torch.ones(3, 4)))
-        y.sum().backward()
-        offloader.end_backward()
-        assert len(COUNTS) == 4, "each block ran twice"
+        for num_calls in (6, 4):
+            COUNTS.clear()
+            with offloader.saved_tensors():
+                y = net[1](net[0](torch.ones(3, 4)))
+            y.sum().backward()
+            offloader.end_backward()
+            assert len(COUNTS) == num_calls
         with offloader.saved_tensors():
             y = net[1](net[0](torch.randn(3, 4)))
         ORDERS.append([2, 0, 1])
         try:
-            with pytest.raises(RecomputeError, match=r"block '1' \(Shuffles\).* int64 \[3\] on cpu, differ"):
+            with pytest.raises(RecomputeError, match=r"block '1' \(Shuffles\).* integers, differ"):
                 y.sum().backward()
         finally:
             ORDERS.pop()

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn.functional import rrelu
 
 from lightning_ssd.errors import OffloadError, RecomputeError
-from lightning_ssd.recompute.fingerprint import Fingerprint
 from tests.parity.models import floats
 from tests.parity.recomputing import EVERY, Recomputing
 from tests.support.helpers import Raised, Session, assert_identical, outcome
@@ -162,24 +161,6 @@ def test_an_index_or_two_are_no_seeds(rows, shape, monkeypatch):
 
     monkeypatch.setitem(ORDER, "row", index)
     assert_refused(program)
-
-
-def test_seeds_that_no_kernel_writes_are_left_out() -> None:
-    """As attention on CUDA saves them: behind its inputs, as one or two numbers that are no indices."""
-    activation = torch.ones(3, device="meta")  # elsewhere than the seed
-    for seed, other, is_left_out in (
-        (torch.zeros(2, dtype=torch.uint64), torch.ones(2, dtype=torch.uint64), True),
-        (torch.zeros((), dtype=torch.uint64), torch.ones((), dtype=torch.uint64), True),
-        (torch.zeros((), dtype=torch.int64), torch.ones((), dtype=torch.int64), True),
-        (torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), False),
-        (torch.zeros(2, dtype=torch.uint8), torch.ones(2, dtype=torch.uint8), False),
-    ):
-        one, two = Fingerprint(), Fingerprint(frontier=-1)
-        for fingerprint, number in ((one, seed), (two, other)):
-            fingerprint.add(activation)
-            fingerprint.add(number)
-            fingerprint.close()
-        assert (one.difference(two) is None) == is_left_out
 
 
 # -- buffers and weights ---------------------------------------------------------------------------------------------

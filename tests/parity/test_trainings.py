@@ -77,7 +77,6 @@ def training_of(name, steps, seen=lambda model: model):
     )
 
 
-@pytest.mark.filterwarnings("ignore:block 'lstm' .LSTM. is not recomputed. a LSTM saves memory that it writes in part")
 @some_of_each("name, activations, away, device", TRAININGS, ACTIVATIONS, AWAY, ["host", "late"])
 def test_training_is_exact(name, activations, away, device, tmp_path):
     """Losses, gradients, norms, weights, buffers and states."""

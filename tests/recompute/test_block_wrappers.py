@@ -25,14 +25,6 @@ class Edits(Half):
         return self.linear(x.mul_(2)).tanh()
 
 
-class Edited(Half):
-    """Has a verdict of its own."""
-
-
-class Opaque(Half):
-    """Likewise."""
-
-
 class Stateful:
     """An argument that a call may change."""
 
@@ -42,7 +34,7 @@ class StatefulCache(Stateful):
 
 
 def test_what_cannot_be_recomputed_is_known_after_a_measured_pass():
-    edits, edited, opaque, fine = Edits(), Edited(), Opaque(), Half()
+    edits, edited, opaque, fine = Edits(), Half(), Half(), Half()
     x = torch.ones(2, 6)
     with Blocks({"edits": edits, "edited": edited, "opaque": opaque, "fine": fine}) as blocks:
         for wants_inputs, expected in ((False, []), (True, ["edits", "edited", "opaque"])):
@@ -56,7 +48,6 @@ def test_what_cannot_be_recomputed_is_known_after_a_measured_pass():
                 fine(x, extra=[None, 1, 2.0, "a", torch.float32, torch.Size([2]), {"x": (x,)}, len, fine])
             assert list(blocks.refused) == expected
         assert "edited in place" in blocks.refused["edits"]
-        assert "an input of it is edited in place" in blocks.refused["edited"]
         assert "a Stateful, which it may change" in blocks.refused["opaque"]
         # A buffer for inputs is filled anew for each step; that is no edit.
         z = torch.ones(2, 6)
@@ -317,7 +308,7 @@ def test_a_block_that_got_another_forward_is_told_of_once():
             with blocks.observe(WatchOfAll(recompute=True)):
                 around(replaced(x)).sum().backward()
         replaced.forward = torch.tanh
-        is_told = pytest.warns(UserWarning, match=r"1 of 3 blocks .*given another forward .*first: '0'")
+        is_told = pytest.warns(UserWarning, match=r"1 of 3 blocks .*block '0': its forward was replaced")
         with is_told, blocks.observe(WatchOfAll(recompute=True)):
             around(replaced(x)).sum().backward()
         with blocks.observe(WatchOfAll(recompute=True)):

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_ssd.common.compiler import uncompiled
 from lightning_ssd.common.dtensor import address_of, has_shape, local_of
 from lightning_ssd.common.interrupts import deferring_interrupts
-from lightning_ssd.common.rng import random_states
+from lightning_ssd.common.rng import RandomStates, default_sources, shared_sources
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own, tensors_in
 from lightning_ssd.optimizer.step.copies import copied, same
@@ -59,7 +59,7 @@ def rehearse(optimizer: Optimizer, *, master_weights: bool) -> str:
     closure = [*inspect.signature(type(optimizer).step).parameters.values()][1:2]
     needs_closure = any(one.default is one.empty and one.kind is not one.VAR_POSITIONAL for one in closure)
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-    restore_random = random_states(devices)
+    random = RandomStates([*shared_sources(), *default_sources(devices)])
     options = [dict(group) for group in optimizer.param_groups]
     for has_closure in (False, True)[needs_closure : 1 + bool(closure)]:
         try:
@@ -71,7 +71,7 @@ def rehearse(optimizer: Optimizer, *, master_weights: bool) -> str:
         except Exception as error:  # whatever the user's optimizer raises on copies
             untried = untried or f"{type(error).__name__}: {error}"
         finally:
-            restore_random()
+            random.restore()
             if not same(options, optimizer.param_groups):
                 for group, before in zip(optimizer.param_groups, options, strict=True):
                     group.update(before)
