@@ -123,11 +123,6 @@ def _coast(self, p, group):
         p.sub_(self.state[p]["m"].mul_(0.9), alpha=group["lr"])
 
 
-def _decay(parameters):
-    for p in parameters:
-        p.mul_(0.9)
-
-
 HOSTILE = {
     "a norm": (kind("Clips", scale=_norm), "a (parameter|state) differed after a step with usual"),
     "a norm in a step that needs its closure": (
@@ -161,10 +156,6 @@ HOSTILE = {
         "what step returns differed|returns",
     ),
     "a rate of zero": (kind("Warms", scale=lambda self: _norm(self)), "differed"),
-    "a list of its own": (
-        kind("OwnList", prepare=lambda self: setattr(self, "mine", self.own), begin=lambda self: _decay(self.mine)),
-        "a (parameter|state) differed|touched a tensor of the model",
-    ),
     "one parameter alone": (
         kind("Odd", scale=lambda self: 1.0 if len(self.own) > 1 else int("one")),
         "a step of one raised ValueError: invalid literal",
@@ -424,6 +415,7 @@ def _with_method(name, method):
             lambda p: kind("OwnsDeeper", prepare=lambda self: setattr(self, "bases", {"a": [torch.optim.SGD(p)]}))(p),
             r"owns another one, SGD, in bases",
         ),
+        (lambda p: kind("OwnList", prepare=lambda self: setattr(self, "mine", list(p)))(p), "holds one in mine"),
         (
             lambda p: kind("Scaled", step=lambda self, closure=None, grad_scaler=None: None)(p),
             "got Scaled, whose step takes a grad_scaler.*Take that argument out",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import FunctionType, MemberDescriptorType
 from typing import Any
 
-from torch import optim
+import torch
+from torch import nn, optim
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_ssd.common.dtensor import address_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.step.aliases import Span, are_apart, is_held
 from lightning_ssd.optimizer.step.stepper import without_hooks
@@ -83,7 +85,7 @@ def _kind_run(kind: type[Optimizer], known_kinds: Collection[type[Optimizer]]) -
 
 
 def refuse_undeclared(optimizer: Optimizer, declared: Collection[str]) -> None:
-    """Refuse a class that is neither known nor declared, and a declared one whose attributes no call can replace."""
+    """Refuse a class that is neither known nor declared, and a declared one that keeps its own list of parameters."""
     kind, name = type(optimizer), type(optimizer).__name__
     if is_known(optimizer):
         return
@@ -103,6 +105,13 @@ def refuse_undeclared(optimizer: Optimizer, declared: Collection[str]) -> None:
             f"some of its parameters can replace; got {name}, which has {elsewhere[0]!r} in __slots__ or in a "
             f"property. Make it a plain attribute, or use {_KEEP}"
         )
+    addresses = {address_of(p) for group in optimizer.param_groups for p in group["params"]} - {0}
+    for place, leaf in _held(optimizer):
+        if isinstance(leaf, torch.Tensor) and address_of(leaf) in addresses:
+            raise ConfigError(
+                f"{_OFFLOAD} expects an optimizer that finds its parameters in param_groups; got {name}, which holds "
+                f"one in {place}, too, and would not see that a call is for some of them. Use {_KEEP}"
+            )
 
 
 def refuse_by_kind(optimizer: Optimizer) -> None:
@@ -123,15 +132,13 @@ def refuse_by_kind(optimizer: Optimizer) -> None:
             f"{_OFFLOAD} got {name}, whose train() and eval() exchange all weights by its states at once, as "
             f"schedule-free optimizers do. Use {_KEEP}"
         )
-    for place, value in vars(optimizer).items():
-        held = () if place in ("state", "param_groups") else tree_leaves(value)
+    for place, value in _held(optimizer):
         # A scheduler may refer to what an earlier offload_optimizer() returned.
-        owned = (leaf for leaf in held if isinstance(leaf, Optimizer) and getattr(leaf, "inner", leaf) is not optimizer)
-        if (one := next(owned, None)) is not None:
+        if owned := [found for found in _optimizers_in(value) if getattr(found, "inner", found) is not optimizer]:
             raise ConfigError(
                 f"{_OFFLOAD} expects an optimizer that updates its parameters itself; got {name}, which owns another "
-                f"one, {type(one).__name__}, in {place}. Offload that one and wrap what offload_optimizer() returns, "
-                f"or use {_KEEP}"
+                f"one, {type(owned[0]).__name__}, in {place}. Offload that one and wrap what offload_optimizer() "
+                f"returns, or use {_KEEP}"
             )
     refuse_own_step(optimizer)
     if "grad_scaler" in inspect.signature(kind.step).parameters:
@@ -178,6 +185,34 @@ def refuse_differentiable(optimizer: Optimizer) -> None:
                 f"param_groups[{number}], whose states belong to autograd's graph, which cannot wait on a drive. Use "
                 f"{_KEEP}"
             )
+
+
+def _held(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield the values that an optimizer holds besides its parameters and states, after the names of their places."""
+    for place, value in vars(optimizer).items():
+        if place not in ("state", "param_groups", "step") and not place.startswith("_optimizer_"):
+            yield from ((place, leaf) for leaf in tree_leaves(value))
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        yield from (("param_groups", leaf) for leaf in tree_leaves(options))
+
+
+def _optimizers_in(value: Any) -> Iterator[Any]:
+    """Yield the optimizers in a value: itself, those in containers, and those that an object in it refers to."""
+    for leaf in tree_leaves(value):
+        if _is_optimizer(leaf):
+            yield leaf
+        elif not isinstance(leaf, type | torch.Tensor | nn.Module):
+            held = getattr(leaf, "__dict__", None)
+            inner = [getattr(leaf, "__self__", None), *(held.values() if isinstance(held, Mapping) else ())]
+            yield from filter(_is_optimizer, inner)
+
+
+def _is_optimizer(value: Any) -> bool:
+    if isinstance(value, Optimizer):
+        return True
+    is_object = not isinstance(value, type | torch.Tensor | nn.Module | Mapping)
+    return is_object and hasattr(value, "param_groups") and callable(getattr(value, "step", None))
 
 
 def refuse_shared_memory(memory: Sequence[Sequence[Span]]) -> None:
