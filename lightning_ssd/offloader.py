@@ -618,7 +618,11 @@ class Offloader:
         Args:
             step_s: duration of the last step in seconds, if the caller has measured it.
         """
-        before, self._sampled = self._sampled, self._moved()
+        while True:
+            before, now = self._sampled, self._moved()
+            if before is self._sampled:  # else a signal handler has drained meanwhile, and has reported these numbers
+                break
+        self._sampled = now
         scheduler, wear, host = self._parts.scheduler, self._wear, self._parts.tiers.host
         events = self._events.drain()
         recorder = self._recorder
@@ -627,7 +631,7 @@ class Offloader:
         return metrics.compute(
             events,
             stats_before=before,
-            stats_now=self._sampled,
+            stats_now=now,
             readings=read_memory(self._device if self._cache is None else self._cache.device),
             plan=None if scheduler is None else scheduler.readings(),
             drive_life_days={} if wear is None else wear.life_days(),

@@ -137,6 +137,25 @@ def test_metrics_are_drained_once(spill_dir):
     assert second["io/write_gib"] == 0
 
 
+def test_what_a_signal_handler_drains_meanwhile_is_not_drained_again(spill_dir, monkeypatch):
+    with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir)) as offloader:
+        step(offloader)
+        offloader.flush()
+        read, drained = Offloader._moved, []
+
+        def interrupted(self):
+            numbers = read(self)
+            if not drained:
+                drained.append(None)
+                drained[:] = [self.drain_metrics()]
+            return numbers
+
+        monkeypatch.setattr(Offloader, "_moved", interrupted)
+        written = [row["io/write_gib"] for row in (offloader.drain_metrics(), *drained, offloader.drain_metrics())]
+    assert written[1] > 0
+    assert written[0] == written[2] == 0
+
+
 def test_dropped_unclosed_under_the_accounting_lock(spill_dir, forks):
     """The garbage collector may find a forgotten offloader while we hold a lock that its workers wait for."""
     code = f"""

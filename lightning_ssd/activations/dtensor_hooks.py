@@ -7,7 +7,7 @@ hooks below us move like any other; only how it is spread, and whether it has be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +30,14 @@ class _SavedShard(NamedTuple):
     origin: Origin | None
 
 
-def unwrapped_within(saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
-    """Return :func:`shards_unwrapped`, for a forward within these hooks of ours."""
-    # Without hooks of ours, those below are the user's, who expects DTensors.
-    return nullcontext() if isinstance(saving, SavedPass) and saving.is_plain else shards_unwrapped()
+@contextmanager
+def unwrapped_within(saving: AbstractContextManager[None]) -> Iterator[None]:
+    """Enter :func:`shards_unwrapped` around a forward within these hooks of ours, which are entered by then."""
+    if isinstance(saving, SavedPass) and saving.is_plain:  # those below are the user's, who expects DTensors
+        yield
+        return
+    with shards_unwrapped():
+        yield
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_ssd import OffloadPolicy, SSDOffloadFSDPStrategy
-from lightning_ssd.activations.dtensor_hooks import shards_unwrapped
+from lightning_ssd.activations.dtensor_hooks import shards_unwrapped, unwrapped_within
 from lightning_ssd.common.dtensor import as_piece, even_numel, local_of
 from lightning_ssd.errors import ConfigError
 from lightning_ssd.optimizer.checkpoint.sharded import saved_in_full
-from tests.support.helpers import open_offloader
+from tests.support.helpers import KEEP, open_offloader
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 
@@ -66,6 +66,25 @@ def test_a_precision_that_lightning_would_refuse_for_an_object_is_refused_for_th
 
 
 # -- one process -----------------------------------------------------------------------------------------------------
+
+
+def test_the_users_hooks_get_dtensors_where_a_pass_has_none_of_ours(mesh, tmp_path):
+    x, seen = DTensor.from_local(torch.rand(512, 512), mesh, [Shard(0)]).requires_grad_(), []
+
+    def pack(tensor):
+        seen[-1].add(type(tensor))
+        return tensor
+
+    with open_offloader(tmp_path, KEEP) as offloader:
+        for _ in range(2):
+            seen.append(set())
+            saving = offloader.saved_tensors(signature="same")
+            shards = unwrapped_within(saving)  # before it is entered: a pass learns only then that it needs no hooks
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), saving, shards:
+                loss = (x * 2).sin().sum()
+            loss.backward()
+            offloader.end_backward()
+    assert seen == [set(), {DTensor}]
 
 
 @pytest.fixture
