@@ -30,7 +30,7 @@ _HOST_SHARE = 4
 
 
 def host_budget_for(device: torch.device, hardware: HardwareProfile, num_processes: int) -> HostMemoryBudget:
-    """Measure the host memory that activations and optimizers of one device take together.
+    """Measure the host memory that activations and optimizers take together.
 
     Args:
         device: of the tensors. "auto" is nothing for a CPU.

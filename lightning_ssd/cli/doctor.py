@@ -192,6 +192,6 @@ def _directory_lines(report: dict[str, Any]) -> list[str]:
     if report["looked_at"] != report["path"]:
         lines.append(f"is missing; training would make it in {escape_control(report['looked_at'])}")
     free, total = format_sizes(report["free_bytes"], report["total_bytes"])
-    disk = ", by the kernel a rotating disk" if report["is_rotational"] else ""
+    disk = " (a rotating disk, says the kernel)" if report["is_rotational"] else ""
     lines.append(f"{report['file_system']} on {escape_control(report['device'])}{disk}, {free} of {total} free")
     return lines

@@ -314,11 +314,11 @@ def _budget_bytes(budget: str, keep_bytes: int) -> int:
 
 
 def _life(task: _Task, written_bytes: float, step_s: float) -> float | None:
-    """Return days until the first drive reaches its rating; ``None``: no drive is rated."""
-    machine, rating = task.described.machine, task.described.hardware.drive_endurance_nbytes
-    if rating is None:
+    """Return days until the first drive has been written its ``drive_endurance``; ``None``: that is unknown."""
+    machine, endurance = task.described.machine, task.described.hardware.drive_endurance_nbytes
+    if endurance is None:
         return None
-    return life_days(rating, written_bytes * machine.num_devices / machine.num_drives / step_s * DAY_S)
+    return life_days(endurance, written_bytes * machine.num_devices / machine.num_drives / step_s * DAY_S)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 def span(name: str) -> AbstractContextManager[Any]:
     """Return a context for one phase. Without a profiler it is always the same context, which does nothing."""
-    # By any thread; a function call that asks for this one costs more.
+    # Set by a profiler of any thread; reading it is cheaper than calling what tells it.
     return torch.profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
 
 

@@ -20,7 +20,7 @@ class FreedMemory:
 
     Its heap keeps what activations and gradients have left, all through the update, so that the page cache has less
     room for weights and gradients that wait. But what leaves is mapped anew in the next forward, which costs page
-    faults. Where there is room for both, freed memory stays: of itself glibc would give back the end of its heap after
+    faults. Where there is room for both, freed memory stays: by itself glibc would give back the end of its heap after
     each backward, which gradients hold otherwise. Only where tensors have whole pages: else the heap seldom reuses what
     it has, and glibc is left as it is without us. It gives back once a minute what stays, or one large batch would
     leave its memory to the end. Once memory was short, freed memory leaves to the end.

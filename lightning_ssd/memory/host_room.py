@@ -20,7 +20,7 @@ class HostRoom:
 
     Args:
         num_sharing: processes of this run that share it.
-        times: what waits, that there has to be room for (:meth:`is_enough`).
+        times: so many times what waits is enough (:meth:`is_enough`).
     """
 
     def __init__(self, num_sharing: int = 1, *, times: int = AMPLE) -> None:

@@ -120,6 +120,7 @@ class LiveStates(MutableMapping[Any, Any]):
             raise RuntimeError(f"state {WITHIN_STEP}")
 
     def _lend(self, parameter: torch.Tensor) -> State:
+        # Above it, states that the program no longer holds go back to their drives.
         if self._num_lent_bytes > 2 * self._states.store.num_slots * self._states.slot_bytes:
             self.settle()
         state = self._states.read(parameter)

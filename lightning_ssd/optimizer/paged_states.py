@@ -101,6 +101,7 @@ class PagedStates:
         self._update_s = 0.0
         self._has_updated = False
         self.slot_bytes = 0
+        """Bytes that a slot of memory has to hold: those of the largest subgroup so far."""
         self._num_cached = 0
         self._memory: list[Any] = []
 
@@ -221,7 +222,7 @@ class PagedStates:
         here = set(self.store.in_memory())
         self.store.evict(here - set(order[: self.store.num_slots]))
         self.store.prefetch(index for index in order if index not in here)
-        versions: Mapping[int, int] = {} if whole is None else self._check_others(None, ())
+        versions = {} if whole is None else _versions(self.partition.parameters)
         doing = None if self._has_updated else "Laying out optimizer states, in the first step"
         given = [[self._piece(part) for _, part in visit.active] for visit in visits]
         active = {group for visit in visits for group in visit.groups}
@@ -235,17 +236,10 @@ class PagedStates:
                 with self._updating(given[position], following):
                     self._update(visit, whole, idle, keep=position >= len(visits) - self.store.num_slots)
                     if whole is not None:
-                        versions = self._check_others(versions, [piece.tensor for piece in given[position]])
+                        before, versions = versions, _versions(self.partition.parameters)
+                        _check_others(before, versions, [piece.tensor for piece in given[position]])
                 idle = {}
         self._has_updated = True
-
-    def _check_others(self, before: Mapping[int, int] | None, given: Sequence[torch.Tensor]) -> Mapping[int, int]:
-        """Raise if a call has edited a parameter that it was not given; return the versions of all parameters."""
-        after = {id(p): p._version for p in self.partition.parameters if not p.is_inference()}
-        mine = set(map(id, given))
-        if before is not None and any(version != before.get(key) and key not in mine for key, version in after.items()):
-            raise CoupledError("this optimizer changes parameters that its step was not given")
-        return after
 
     def _piece(self, part: Part) -> Piece:
         """Return the elements that the update of a part changes: the part, or its whole parameter."""
@@ -444,6 +438,17 @@ class PagedStates:
 def _filled(subgroup: Subgroup, storage: torch.UntypedStorage | None) -> list[State]:
     states = list(map(dict, subgroup.templates))
     return states if storage is None or subgroup.layout is None else subgroup.layout.fill(states, storage)
+
+
+def _versions(parameters: Sequence[torch.Tensor]) -> dict[int, int]:
+    return {id(p): p._version for p in parameters if not p.is_inference()}
+
+
+def _check_others(before: Mapping[int, int], after: Mapping[int, int], given: Sequence[torch.Tensor]) -> None:
+    """Raise if a call has edited a parameter that it was not given, by the versions before and after it."""
+    mine = set(map(id, given))
+    if any(version != before.get(key) and key not in mine for key, version in after.items()):
+        raise CoupledError("this optimizer changes parameters that its step was not given")
 
 
 def _group_numbers(groups: Groups) -> dict[int, int]:

@@ -19,9 +19,10 @@ class MappedPager(Pager[MappedStorage]):
         self._next, self._further = (CacheReader(num_drives) for _ in range(2))
 
     def _request_ahead(self, unit: Unit[MappedStorage]) -> None:
-        """Bring what is frozen to the page cache, and to the memory of this process when its use begins: to be mapped
-        by the reader it takes waking that, on cores that the model keeps busy. Where anything is trained, gradients
-        that wait to be written would drive out of the page cache what is not mapped.
+        """Read what is frozen into the page cache alone; it is mapped at its use.
+
+        A reader that maps has to be woken, on cores that the model keeps busy. Trained units are mapped ahead:
+        gradients that wait to be written would drive them out of the page cache.
         """
         self._next.ask(self._reads(unit))
         if self._comes_ahead(unit):
@@ -72,7 +73,7 @@ class MappedPager(Pager[MappedStorage]):
         unit.resident_bytes = unit.coming = None
 
     def _bring_in(self, unit: Unit[MappedStorage]) -> None:
-        """Trained weights come to stay: else gradients that wait to be written drive them out before they are used."""
+        """Bring in a unit, trained weights to stay: else gradients that wait to be written drive them out unused."""
         for weight in list(unit.weights):
             bring_in(weight, to_stay=not weight.is_frozen)
 

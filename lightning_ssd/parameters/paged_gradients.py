@@ -250,7 +250,7 @@ class _Reduction(MethodPatch):
     Args:
         group: FSDP2's.
         reduced: called with it, and with the numbers (``id``) of the parameters whose gradients FSDP2 has just made.
-            Nothing but their parameters has these: hooks that get one before are the only code that could.
+            Only their parameters hold these. A hook of the program could hold one, so a group with hooks gives none.
     """
 
     __slots__ = ("_reduced",)

@@ -10,9 +10,11 @@ from lightning_ssd.planning.trace import Trace, TracedStorage
 __all__ = ["FREE", "LATE_FREE", "PACK", "RELEASE", "UNPACK", "Lifetimes", "Units"]
 
 
-# Events of a storage. At one and the same time, lower ones come first. Plain integers are compared a million times.
+# Events of a storage. At one and the same time, lower ones come first. Plain integers, because they are compared a
+# million times.
 FREE, RELEASE, PACK, UNPACK, LATE_FREE = range(5)
-# RELEASE: its last use outside of autograd is over. LATE_FREE: at the very moment in which it was packed or wanted.
+# RELEASE: its last use outside of autograd is over.
+# LATE_FREE: freed at the very moment in which it was packed or wanted.
 
 
 class Lifetimes:

@@ -55,7 +55,7 @@ def predict(
     return Replay(lives, placements, machine, limit_bytes, ahead_bytes).play()
 
 
-# Where the bytes of one storage are. Plain integers are compared a million times.
+# Where the bytes of one storage are. Plain integers, because they are compared a million times.
 _ABSENT = 0  # not packed yet
 _READY = 1  # in memory, and stays there; the following lead from top to bottom
 _LEAVING = 2  # in memory; its write is queued or under way

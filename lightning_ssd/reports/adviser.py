@@ -186,7 +186,7 @@ def _wears(report: RunReport) -> str | None:
     is_auto = "" if activations == "auto" else 'activations="auto", '
     less = "" if activations == "recompute_offload" else ' activations="recompute_offload" writes less.'
     return (
-        f"Written to like this day and night, a drive reaches its vendor's rating in {days:,.0f} days. "
+        f"Written to like this day and night, a drive has been written its drive_endurance in {days:,.0f} days. "
         f'{is_auto}wear_budget="1.0DWPD" bounds what is written.{less}'
     )
 

@@ -108,7 +108,7 @@ DASHBOARD = (
         "How long do the drives live?",
         (
             Panel("Written since the start (TB)", ("wear/written_tb",)),
-            Panel("Days until the rating is reached", ("wear/drive_life_days",)),
+            Panel("Days until drive_endurance is written", ("wear/drive_life_days",)),
         ),
     ),
 )  # fmt: skip

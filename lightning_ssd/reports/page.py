@@ -142,9 +142,9 @@ def _wear(report: RunReport) -> str:
     if not written:
         return "<p>Nothing was written to a drive.</p>"
     days = report.metrics.get("wear/drive_life_days")
-    told = 'The drives\' ratings are not known (HardwareProfile(drive_endurance="600TB") says it)'
+    told = 'What the drives may still be written is not known (HardwareProfile(drive_endurance="600TB") says it)'
     if days is not None:
-        told = f"At this rate a drive's rating lasts {days:,.0f} days"
+        told = f"At this rate drive_endurance lasts {days:,.0f} days"
     sizes = (written * 1e12, report.metrics.get("io/write_gib", 0.0) * _GIB)
     so_far, per_step = (escape(format_sizes(nbytes, decimal=True)[0]) for nbytes in sizes)
     return f"<p>{so_far} written so far, {per_step} per step. {escape(told)}.</p>{_drives(report)}"

@@ -136,7 +136,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("wear/written_tb", "bytes written to drives since the start, in units of 10**12", TB, "last", "sum"),
     Metric(
         "wear/drive_life_days",
-        "days of continuous use until a drive reaches its vendor's rating; absent without a rating or a write",
+        "days of continuous use until a drive has been written its `drive_endurance`; absent without one or a write",
         1,
         "last",
         "min",
@@ -230,7 +230,8 @@ def compute(
         stats_now: counters now.
         readings: memory now.
         plan: what was predicted and measured, in bytes and seconds, by key; ``None``: there is no plan.
-        drive_life_days: at the vendors' ratings, by number of the directory, where a drive is rated and written to.
+        drive_life_days: days of continuous use until a drive has been written its ``drive_endurance``, by number of
+            the directory; absent without one or a write.
         step_s: how long the step took; ``None``: it was not measured.
         states_bytes: of optimizer states in memory now; ``None``: no optimizer is offloaded.
         host_tier_bytes: memory that the tier of that name has taken; ``None``: there is none.

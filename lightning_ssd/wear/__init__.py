@@ -1,1 +1,1 @@
-"""Wear of the drives: bytes written, ratings, and days that they last."""
+"""Wear of the drives: bytes written, bytes that may still be, and days that they last."""

@@ -13,7 +13,7 @@ import math
 __all__ = ["DAY_S", "WARN_DAYS", "life_days", "wear_warning"]
 
 WARN_DAYS = 180
-"""Life in days of continuous use, at the vendor's rating, below which :func:`wear_warning` returns a warning."""
+"""Days of continuous use below which :func:`wear_warning` returns a warning."""
 
 DAY_S = 86_400
 _TB = 10**12
@@ -45,8 +45,9 @@ def wear_warning(place: str, endurance_bytes: int, daily_bytes: float, capacity_
     daily = f"{daily_bytes / _TB:,.1f} TB" if daily_bytes >= _TB / 10 else f"{daily_bytes / 10**9:,.1f} GB"
     writes = f", {daily_bytes / capacity_bytes:.1f} drive writes" if capacity_bytes else ""
     return (
-        f"the drive of {place} reaches its rated {endurance_bytes / _TB:,.1f} TB after {days:.1f} days of continuous "
-        f"use (warned of below {WARN_DAYS}): this run writes {daily} to it per day{writes}. "
+        f"the drive of {place} has been written the {endurance_bytes / _TB:,.1f} TB that drive_endurance allows after "
+        f"{days:.1f} days of continuous use (warned of below {WARN_DAYS}): this run writes {daily} to it per "
+        f"day{writes}. "
         'To write less, set OffloadPolicy.wear_budget (such as "1DWPD", with activations="auto"), let '
         'HardwareProfile.host_memory take a part, or choose OffloadPolicy.activations="recompute" or "keep"'
     )

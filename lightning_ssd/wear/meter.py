@@ -92,9 +92,9 @@ class WearMeter:
         self._writers.append((who, written))
 
     def life_days(self) -> dict[int, float]:
-        """Return the days of continuous use until a drive reaches its rating, by number of its directory.
+        """Return the days of continuous use until a drive has been written what it may be, by number of its directory.
 
-        Drives that are not rated, or not written to, are left out.
+        Drives that are not written to are left out, and all of them where ``endurance_bytes`` is unknown.
         """
         elapsed_s, written = self._since_begin()
         if elapsed_s <= 0 or self._endurance_bytes is None:

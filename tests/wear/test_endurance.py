@@ -30,8 +30,8 @@ def test_the_warning_tells_days_bytes_drive_and_what_to_do():
     text = wear_warning("/mnt/a", 600 * TB, 1.5125 * GB * DAY_S, TB)
     assert text is not None
     assert text.startswith(
-        "the drive of /mnt/a reaches its rated 600.0 TB after 4.6 days of continuous use (warned of below 180): "
-        "this run writes 130.7 TB to it per day, 130.7 drive writes."
+        "the drive of /mnt/a has been written the 600.0 TB that drive_endurance allows after 4.6 days of continuous "
+        "use (warned of below 180): this run writes 130.7 TB to it per day, 130.7 drive writes."
     )
     for advice in ("wear_budget", "host_memory", 'activations="recompute"', '"keep"'):
         assert advice in text

@@ -94,7 +94,8 @@ def test_each_drive_wears_by_what_is_written_to_it(monkeypatch, directories, wai
     assert account.life(0, TB) == {1: pytest.approx(400)}, "one is not written to"
     for _ in range(7):  # one has been
         warning = account.border(0, 4 * TB)
-    assert str(warning).startswith(f"the drive of {directories[1]} reaches its rated 400.0 TB after 100.0 days")
+    start = f"the drive of {directories[1]} has been written the 400.0 TB that drive_endurance allows after 100.0 days"
+    assert str(warning).startswith(start)
 
 
 def test_a_file_system_that_tells_no_size_is_no_error(monkeypatch, tmp_path, wait):

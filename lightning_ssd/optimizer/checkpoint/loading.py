@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -23,6 +23,16 @@ from lightning_ssd.optimizer.step.types import State
 __all__ = ["load_states"]
 
 _SETSTATE = "__setstate__"
+
+
+class _Saved(NamedTuple):
+    """A saved optimizer state, and which of its numbers belong to which parameters."""
+
+    content: Mapping[str, Any]
+    number_of: Mapping[int, Any]
+    """Number of each parameter in ``content``, by the parameter's id."""
+    cast_to: Mapping[int, torch.Tensor]
+    """Tensors in the place of the parameters with float32 copies, by the parameter's id."""
 
 
 def load_states(
@@ -70,37 +80,16 @@ def load_states(
         # A load casts a state to its parameter's type: a float32 tensor is in the place of one with a float32 copy.
         with_masters = filter(has_master, by_number.values())
         cast_to = {id(p): torch.empty(0, dtype=torch.float32, device=p.device) for p in with_masters}
-
-        def load_one(parameter: torch.Tensor, state: State) -> State:
-            optimizer.load_state_dict({**saved, "state": {number_of[id(parameter)]: state}})
-            loaded: State = optimizer.state[cast_to.get(id(parameter), parameter)]
-            return loaded
-
-        def state_of(part: Part) -> State:
-            """Return the loaded state of a part; lend one that no layout reproduces, and return none."""
-            parameter = partition.parameters[part.parameter]
-            number = number_of.get(id(parameter))
-            if number not in states:
-                return {}
-            state = dict(states[number])
-            if id(parameter) not in cast_to:
-                state.pop(MASTER, None)  # saved by a run with float32 copies; this run has none
-            is_apart = are_apart([spans_of(tensor) for tensor in tensors_in(state)])
-            if state and is_apart and (partition.is_whole(part) or may_cut(state, parameter)):
-                # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
-                return dict(load_one(parameter, partition.cut(part, state)))
-            if part.start == 0:
-                live[parameter] = load_one(parameter, copied(state, {}))
-            return {}
+        given = _Saved(saved, number_of, cast_to)
 
         def load_all() -> None:
             with StatusLine("Loading optimizer states") as line:
                 for index, subgroup in enumerate(line.over(partition.subgroups, lambda one: one.expected_bytes)):
-                    put(index, [state_of(part) for part in subgroup.parts])
+                    put(index, [_state_of(part, partition, optimizer, given, live) for part in subgroup.parts])
             for number, parameter in by_number.items():
                 # The parameter of a lazy module may have no shape yet.
                 if partition.number_of(parameter) is None and number in states:
-                    live[parameter] = load_one(parameter, copied(states[number], {}))
+                    live[parameter] = _load_one(optimizer, given, parameter, copied(states[number], {}))
 
         live.clear()
         stand_ins = [
@@ -116,3 +105,28 @@ def load_states(
         own(optimizer, {"state": live, "param_groups": optimizer.param_groups})
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+def _state_of(part: Part, partition: Partition, optimizer: Optimizer, saved: _Saved, live: Any) -> State:
+    """Return the loaded state of a part; lend one that no layout reproduces, and return none."""
+    parameter, states = partition.parameters[part.parameter], saved.content["state"]
+    number = saved.number_of.get(id(parameter))
+    if number not in states:
+        return {}
+    state = dict(states[number])
+    if id(parameter) not in saved.cast_to:
+        state.pop(MASTER, None)  # saved by a run with float32 copies; this run has none
+    is_apart = are_apart([spans_of(tensor) for tensor in tensors_in(state)])
+    if state and is_apart and (partition.is_whole(part) or may_cut(state, parameter)):
+        # A shallow copy: load_state_dict copies or casts tensors, cut ones as well as whole ones.
+        return dict(_load_one(optimizer, saved, parameter, partition.cut(part, state)))
+    if part.start == 0:
+        live[parameter] = _load_one(optimizer, saved, parameter, copied(state, {}))
+    return {}
+
+
+def _load_one(optimizer: Optimizer, saved: _Saved, parameter: torch.Tensor, state: State) -> State:
+    """Return one parameter's state as the optimizer's own ``load_state_dict`` casts it."""
+    optimizer.load_state_dict({**saved.content, "state": {saved.number_of[id(parameter)]: state}})
+    loaded: State = optimizer.state[saved.cast_to.get(id(parameter), parameter)]
+    return loaded

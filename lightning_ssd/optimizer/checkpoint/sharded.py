@@ -162,10 +162,11 @@ def _read(
         values[key] = None
         if isinstance(entry, TensorStorageMetadata):
             # If it is sharded as its parameter is, there is room for this process' part.
-            is_part = parameter is not None and entry.size == parameter.shape and parameter.dim() > 0
-            shape = local_of(parameter).shape if parameter is not None and is_part else entry.size
+            is_like = parameter is not None and parameter.dim() > 0 and entry.size == parameter.shape
+            like = parameter if is_like else None
+            shape = entry.size if like is None else local_of(like).shape
             room = torch.empty(shape, dtype=entry.properties.dtype, device="cpu")
-            values[key] = wrap(room, spec_of(parameter)) if parameter is not None and is_part else room
+            values[key] = room if like is None else wrap(room, spec_of(like))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(values, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

@@ -58,23 +58,27 @@ _OFFLOAD = "OffloadPolicy.optimizer_states='offload'"
 
 def elementwise_kind(optimizer: Optimizer) -> type[Optimizer] | None:
     """Return PyTorch's class whose code the optimizer runs, if that is known to update each element by itself."""
-    return _kind_run(type(optimizer), _ELEMENTWISE)
+    return _unchanged_base(type(optimizer), _ELEMENTWISE)
 
 
 def is_known(optimizer: Optimizer) -> bool:
     """Return whether the optimizer is known to update each parameter by itself."""
-    return _kind_run(type(optimizer), (*_ELEMENTWISE, *_BY_PARAMETER)) is not None
+    return _unchanged_base(type(optimizer), (*_ELEMENTWISE, *_BY_PARAMETER)) is not None
 
 
-def _kind_run(kind: type[Optimizer], known_kinds: Collection[type[Optimizer]]) -> type[Optimizer] | None:
+def _unchanged_base(kind: type[Optimizer], known_kinds: Collection[type[Optimizer]]) -> type[Optimizer] | None:
+    """Return the known class that a class is or inherits from, if its steps run that class's code alone.
+
+    ``None``: there is none, or other code has overridden or replaced a method of it.
+    """
     known: Any = next((base for base in kind.__mro__ if any(base is known for known in known_kinds)), None)
-    methods = [
-        without_hooks(method) for base in (() if known is None else known.__mro__) for method in vars(base).values()
-    ]
+    if known is None:
+        return None
+    methods = [without_hooks(method) for base in known.__mro__ for method in vars(base).values()]
     # The last two define the wrappers of deprecated methods. Other code has replaced what is elsewhere.
     places = ("torch.", "typing_extensions", "warnings")
     modules = [method.__globals__["__name__"] for method in methods if isinstance(method, FunctionType)]
-    if known is None or not all(module.startswith(places) for module in modules):
+    if not all(module.startswith(places) for module in modules):
         return None
     own = {name for base in kind.__mro__ if base not in known.__mro__ for name in vars(base)} - {*_UNCALLED}
     called = [name for name in own if hasattr(known, name) and not name.startswith("__")]

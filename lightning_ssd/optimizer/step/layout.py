@@ -124,10 +124,11 @@ class Layout:
 
 def moved_out(state: State, storage: torch.UntypedStorage | None, *, except_for: Collection[int] = ()) -> State:
     """Give the state's tensors in ``storage``, which do not overlap, their own memory. They stay the same objects."""
+    if storage is None:
+        return state
     for tensor in tensors_in(state):
-        spans = spans_of(tensor) if storage is not None and id(tensor) not in except_for else ()
-        for first, end in spans:
-            if storage is None or not storage.data_ptr() <= first < storage.data_ptr() + storage.nbytes():
+        for first, end in () if id(tensor) in except_for else spans_of(tensor):
+            if not storage.data_ptr() <= first < storage.data_ptr() + storage.nbytes():
                 continue
             local = local_of(tensor)
             begin = first - (first - storage.data_ptr()) % _LINE_NBYTES

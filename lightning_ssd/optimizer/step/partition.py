@@ -219,16 +219,16 @@ class Partition:
 
 def may_cut(state: State, parameter: torch.Tensor) -> bool:
     """Return whether a state can be cut into states for slices of its parameter, and joined again."""
-    return all(
-        is_bare(value)
-        and (
-            value.dim() == 0
-            or (value.shape == parameter.shape and is_shard(value) == is_shard(parameter) and value.is_floating_point())
-        )
-        if isinstance(value, torch.Tensor)
-        else isinstance(value, bool | int | float | type(None))
-        for value in state.values()
-    )
+    return all(_is_like(value, parameter) for value in state.values())
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, bool | int | float | type(None))
+    if not is_bare(value):
+        return False
+    is_same_kind = is_shard(value) == is_shard(parameter) and value.is_floating_point()
+    return value.dim() == 0 or (value.shape == parameter.shape and is_same_kind)
 
 
 def _own(value: Any) -> Any:

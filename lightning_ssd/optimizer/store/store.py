@@ -156,10 +156,11 @@ class StateStore:
         begin_s = time.perf_counter()
         with self._lock:
             home.is_wanted = True
-            self._homes[index].error = None  # of a speculative read: memory may have been short then
+            # Of a speculative read: memory may have been short then.
+            self._homes[index].error = None  # not by `home`: mypy would take it for None below
 
-        def is_ready() -> bool:
-            """Return whether it is on its way no more. Begins its read if it has to."""
+        def begin_read_unless_ready() -> bool:
+            """Begin its read if it has to; return whether it is on its way no more."""
             if home.where is Residency.AWAY and home.copy is not None and home.error is None:
                 if index not in self._queue:
                     self._queue.appendleft(index)
@@ -167,7 +168,7 @@ class StateStore:
             is_queued = home.where is Residency.AWAY and index in self._queue
             return not is_queued and home.where not in (Residency.READING, Residency.WRITING)
 
-        self._until(is_ready)
+        self._until(begin_read_unless_ready)
         with self._lock:
             home.is_wanted = False
             self.stall_s += time.perf_counter() - begin_s

@@ -227,8 +227,8 @@ def _ask(func: Any, args: Any, kwargs: Any) -> Any:
 def _may_write_unseen(func: Any) -> bool:
     """Whether a function may change bytes without a sign in the version.
 
-    Few operators of extensions leave a sign. Nor does what writes to lists, or by ``out=``, while a mode of
-    ``__torch_dispatch__`` (``FlopCounterMode``) is entered.
+    Few operators of extensions leave a sign. While a mode of ``__torch_dispatch__`` (``FlopCounterMode``) is entered,
+    lists and ``out=`` leave none.
     """
     is_operator = isinstance(func, OpOverload | OpOverloadPacket)
     return func in _EXPOSING or is_operator or bool(_Torch._C._len_torch_dispatch_stack())

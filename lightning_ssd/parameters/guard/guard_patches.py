@@ -117,7 +117,7 @@ class _GuardPatches:
             module._engine_run_backward = _run_backward
         for name in ("apply", "apply_boxed", "apply_jvp"):
             if (apply := getattr(_Backward, name, None)) is not None:
-                self._stand_in(_Backward, name, _giving_what_is_here(apply))
+                self._stand_in(_Backward, name, _refusing_what_is_away(apply))
         for types in _FOREACH_TYPES:
             for own, kind in GUARDED_OF.items():
                 if own in types:
@@ -245,7 +245,7 @@ def _run_backward(outputs: Any, gradients: Any = (), *args: Any, **kwargs: Any) 
         return _plain_run_backward(outputs, gradients, *args, **kwargs)
 
 
-def _giving_what_is_here(apply: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing_what_is_away(apply: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse what a custom function returns while it is away: autograd adds to it in C, and asks no class."""
 
     def applied(*args: Any) -> Any:
