@@ -16,17 +16,18 @@ from tests.support.patience import PATIENCE_S
 
 NUM_PARTS = 3
 """Of each weight, in which it is read."""
+UNIT_BYTES = NUM_PARTS * READ_BYTES
 
 
 @contextmanager
-def opened_pager(spill_dir, opened):
+def opened_pager(spill_dir, opened, *, is_frozen=False):
     backend = PosixBackend([spill_dir])
     files = WeightFiles(backend, [spill_dir])
     storages = []
     for number in range(5):
-        memory = files.write(torch.zeros(NUM_PARTS * READ_BYTES, dtype=torch.uint8).untyped_storage(), changes=True)
+        memory = files.write(torch.zeros(UNIT_BYTES, dtype=torch.uint8).untyped_storage(), changes=not is_frozen)
         storages.append(memory.show())
-        opened.add((f"unit {number}", None), Weight([f"weight {number}"], memory, is_frozen=False))
+        opened.add((f"unit {number}", None), Weight([f"weight {number}"], memory, is_frozen=is_frozen))
     try:
         yield opened
     finally:
@@ -39,6 +40,19 @@ def use(pager, unit):
     with torch.no_grad():
         pager.enter(unit)
         pager.leave(unit)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_only_trained_weights_are_mapped_ahead(spill_dir, is_frozen):
+    with opened_pager(spill_dir, MappedPager(), is_frozen=is_frozen) as pager:
+        for unit in (*pager.units[:3], pager.units[0]):  # then comes 1
+            use(pager, unit)
+        latch = pager.units[1].coming
+        assert (latch is None) is is_frozen
+        assert pager.window_bytes == (1 if is_frozen else 2) * UNIT_BYTES
+        if latch is not None:
+            latch.wait()
+        assert pager.resident_bytes == (0 if is_frozen else UNIT_BYTES)
 
 
 @pytest.mark.parametrize("has_come", [False, True])
