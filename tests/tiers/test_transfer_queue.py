@@ -4,7 +4,7 @@ import gc
 import threading
 import time
 import weakref
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import pytest
 
@@ -82,6 +82,46 @@ def test_failures_reach_the_one_who_waits(single, events, where):
     single.submit(after)
     after.wait()
     assert after.error is None
+
+
+def test_an_event_says_when_its_move_was_queued_begun_and_done(single, events, worker_clock):
+    release = blocked(single)
+    move = Move(lambda: worker_clock.__setitem__(0, 3))
+    worker_clock[0] = 1
+    single.submit(move)
+    release.set()
+    single.wait_idle()
+    _, event = events.drain()
+    assert (event.direction, event.nbytes, event.failed) == ("read", 7, False)
+    assert (event.queued_s, event.start_s, event.end_s) == (0, 1, 3)
+
+
+@pytest.mark.parametrize("late_error", [None, OSError(5, "too late")])
+@pytest.mark.parametrize("outlasts", [True, False])
+def test_a_move_may_outlast_its_end(single, events, worker_clock, outlasts, late_error):
+    """Its worker is busy until the device is done; the event comes then, or with the end."""
+    settles, release = threading.Event(), threading.Event()
+
+    def settle():
+        settles.set()
+        assert release.wait(PATIENCE_S)
+        return late_error
+
+    move = Move(lambda: settle)
+    move.outlasts = outlasts
+    single.submit(move)
+    move.wait()
+    assert settles.wait(PATIENCE_S)
+    told, worker_clock[0] = events.drain(), 3
+    busy_s = single.progress()[1]
+    release.set()
+    with nullcontext() if late_error is None else pytest.raises(OSError, match="too late"):
+        single.wait_idle()
+    assert len(told) == (not outlasts)
+    (event,) = [*told, *events.drain()]
+    assert (event.end_s, event.failed) == ((3, late_error is not None) if outlasts else (0, False))
+    assert move.error is None
+    assert busy_s == single.progress()[1] == 3
 
 
 def test_waiting_is_not_busy(events, worker_clock):
@@ -233,6 +273,21 @@ def test_a_fault_that_nobody_was_told_is_raised_by_close(has_begun, events):
     assert second.ended
     assert not any(thread.is_alive() for thread in queue._threads)
     queue.close()
+
+
+def test_closing_discards_what_has_not_begun(events):
+    queue = TransferQueue("read", 1, events)
+    release, waiting = blocked(queue), Move(lambda: None)
+    queue.submit(waiting)
+    thread = threading.Thread(target=queue.close)
+    thread.start()
+    wait_until(lambda: queue._closed)
+    release.set()
+    for end in (thread.join, waiting.wait, queue.close):
+        within(PATIENCE_S, end)
+    assert waiting.calls == ["finish"]
+    assert isinstance(waiting.result, OffloaderClosedError)
+    assert [event.failed for event in events.drain()] == [False], "what was discarded has moved nothing"
 
 
 def test_closing_names_what_does_not_end(events, monkeypatch):
