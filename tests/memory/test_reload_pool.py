@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from lightning_ssd.common.tensors import Region, TensorSpec
 from lightning_ssd.memory import pools
 from lightning_ssd.memory.pools import ReloadPool
+from tests.support.patience import PATIENCE_S
 from tests.support.process_memory import huge_page_bytes, resident_bytes
 from tests.support.threads import at_once
 from tests.support.weight_loops import in_a_fork
@@ -90,6 +92,27 @@ class TestReloadPool:
         taken.append(pool.take(MIB, 0, 64))
         taken.append(pool.take(MIB, 0, 64))
         assert [storage.data_ptr() == address for storage in taken] == [True, False]
+
+    def test_threads_never_share_memory(self, pool):
+        """Each holds what it has taken in several turns."""
+        meet, wrong = threading.Barrier(8, timeout=PATIENCE_S), []
+
+        def work(number):
+            held = []
+            for turn in range(100):
+                value = (number * 31 + turn) % 256
+                held = [*held[-2:], (pool.take(64 * KIB + (number + turn) % 8 * 64 * KIB, turn, 512), value)]
+                fill(*held[-1])
+                meet.wait()
+                for storage, expected in held:
+                    if ctypes.string_at(storage.data_ptr(), storage.nbytes()) != bytes([expected]) * storage.nbytes():
+                        wrong.append((number, turn))
+
+        at_once(*(lambda number=number: work(number) for number in range(8)))
+        assert wrong == []
+        lent_bytes, spare_bytes = settled(pool)
+        assert lent_bytes == 0
+        assert 0 < spare_bytes <= 256 * MIB
 
     def test_let_go_in_another_thread_and_inside_garbage_collection(self, pool):
         class Cycle:

@@ -1,6 +1,7 @@
 """Staging buffers: aligned, used again, and pinned where a device copies."""
 
 import ctypes
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -10,6 +11,8 @@ import torch
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory import pools
 from lightning_ssd.memory.pools import ReloadPool, StagingPool
+from tests.support.patience import PATIENCE_S
+from tests.support.threads import at_once
 
 MIB = 1 << 20
 
@@ -35,6 +38,22 @@ class TestStagingPool:
             with pool.lease(nbytes), pool.lease(nbytes):
                 assert pool.lent_bytes <= 8 * MIB
         assert [block.nbytes for block in pool._spare] == [4 * MIB] * 2
+
+    def test_threads_never_share_a_buffer(self, pool):
+        meet, wrong = threading.Barrier(8, timeout=PATIENCE_S), []
+
+        def work(number):
+            for turn in range(100):
+                with pool.lease(((number + turn) % 8 * MIB) // 8 + 1) as region:
+                    ctypes.memset(region.address, number, region.nbytes)
+                    meet.wait()
+                    if ctypes.string_at(region.address, region.nbytes) != bytes([number]) * region.nbytes:
+                        wrong.append((number, turn))
+
+        at_once(*(lambda number=number: work(number) for number in range(8)))
+        assert wrong == []
+        assert pool.lent_bytes == 0
+        assert len(pool._spare) <= 8
 
     def test_a_failing_body_gives_its_buffer_back(self, pool):
         def fail():

@@ -1,6 +1,7 @@
 """Bounded host memory in extents: room, growth, slabs, locking."""
 
 import ctypes
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,20 @@ class TestRoom:
     def test_no_addresses_is_said_so(self):
         with pytest.raises(MemoryError, match=r"lower HardwareProfile\.host_memory"):
             HostArena(1 << 60, pin=False)
+
+    def test_extents_never_overlap(self, arena):
+        choose, lent = random.Random(0), []
+        for turn in range(400):
+            extent = arena.allocate(choose.randrange(1, 4 * MIB))
+            if extent is not None:
+                lent.append((extent, turn % 251))
+                for _, at, nbytes in arena.pieces(extent, extent.nbytes, 1 << 40):
+                    ctypes.memset(at, turn % 251, nbytes)
+            while lent and (extent is None or len(lent) > 12):
+                extent, value = lent.pop(choose.randrange(len(lent)))
+                assert ctypes.string_at(address(arena, extent), extent.nbytes) == bytes([value]) * extent.nbytes
+                arena.free(extent)
+        assert arena.used_bytes == sum(extent.nbytes for extent, _ in lent)
 
     def test_close(self, arena):
         extent = must(arena.allocate(16 * MIB))
