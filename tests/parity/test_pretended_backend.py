@@ -54,11 +54,18 @@ def test_models_are_exact(names, forks, spill_dir):
 # -- guards that are taken out; tests/storage/test_pretended.py has the others -----------------------------------------
 
 
-def test_a_host_that_touches_memory_of_the_device_ends(forks, spill_dir):
-    ended = child(forks, spill_dir, "host-mover")
+@pytest.mark.parametrize(("mistake", "place"), [("host-mover", "copy_paths.py"), ("host-checksum", "checksum.py")])
+def test_a_host_that_touches_memory_of_the_device_ends(mistake, place, forks, spill_dir):
+    ended = child(forks, spill_dir, mistake)
     assert ended.returncode == -signal.SIGSEGV, ended.stderr
     thread = ended.stderr.partition("Current thread")[2].partition("Thread 0x")[0]
-    assert "copy_paths.py" in thread, ended.stderr
+    assert place in thread, ended.stderr
+
+
+def test_a_file_that_is_given_memory_of_the_device_fails(forks, spill_dir):
+    ended = child(forks, spill_dir, "host-write")
+    assert ended.returncode == 1
+    assert "Bad address" in ended.stderr
 
 
 def test_a_wait_that_is_left_out_is_seen(forks, spill_dir):

@@ -18,7 +18,8 @@ import torch
 import lightning_ssd._assembly
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.memory.pools import ReloadPool
-from lightning_ssd.tiers.copy_paths import HostMover
+from lightning_ssd.tiers import copy_paths
+from lightning_ssd.tiers.copy_paths import HostMover, StagedMover
 from lightning_ssd.tiers.streams import StreamCopies, _EventMark
 from tests.parity.models import FAMILIES
 from tests.parity.test_cuda import Place, Task, run
@@ -117,6 +118,26 @@ def host_mover(patch):
     patch.setattr(lightning_ssd._assembly, "StagedMover", type("StagedMover", (HostMover,), {"__init__": init}))
 
 
+def host_checksum(patch):
+    """What is to be written is summed where it is."""
+    store = StagedMover.store
+
+    def summed(mover, piece, *, check):
+        copy_paths.checksum(piece.memory)
+        return store(mover, piece, check=check)
+
+    patch.setattr(StagedMover, "store", summed)
+
+
+def host_write(patch):
+    """The file is given the tensor itself; the system call fails, so that no tensor leaves memory."""
+
+    def store(mover, piece, *, check):
+        mover._backend.write(piece.arena, piece.memory, piece.offset)
+
+    patch.setattr(StagedMover, "store", store)
+
+
 def no_wait_before_copies(patch):
     """Copies begin whenever they like."""
     copy = StreamCopies._copy
@@ -127,7 +148,12 @@ def no_wait_before_copies(patch):
     patch.setattr(StreamCopies, "_copy", at_once)
 
 
-MISTAKES = {"host-mover": host_mover, "no-wait-before-copies": no_wait_before_copies}
+MISTAKES = {
+    "host-mover": host_mover,
+    "host-checksum": host_checksum,
+    "host-write": host_write,
+    "no-wait-before-copies": no_wait_before_copies,
+}
 
 
 def main(directory, names):
