@@ -147,9 +147,13 @@ def test_another_thread_may_close_in_the_middle_of_a_step(spill_dir):
         optimizer = offloader.offload_optimizer(pair.inner)
         pair.step(optimizer)
 
+        def until_closed():
+            is_within.set()
+            assert is_closed.wait(PATIENCE_S)
+
         def train():
             try:
-                with in_the_middle(optimizer, lambda: (is_within.set(), is_closed.wait(PATIENCE_S))):
+                with in_the_middle(optimizer, until_closed):
                     pair.train(optimizer, 3)
             except BaseException as error:
                 raised.append(error)

@@ -186,6 +186,10 @@ def test_copies_are_copies_without_us(tmp_path):
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"start_method='thread' is unknown\. Write one of 'popen'"):
         SSDOffloadFabricStrategy(start_method="thread")
+    with pytest.raises(ConfigError, match=r"policy='offload' is a str\. Pass .* type OffloadPolicy"):
+        SSDOffloadFabricStrategy(policy="offload")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'hardwear'"):
+        SSDOffloadFabricStrategy(hardwear=None)
     strategy = ours(tmp_path)
     strategy.parallel_devices = [torch.device("meta")]
     with pytest.raises(ConfigError, match=r"a device of type 'meta', and can only offload from 'cpu', 'cuda'"):

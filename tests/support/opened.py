@@ -8,6 +8,8 @@ from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 def offloader_in(paths, **settings):
     """Make one that is not open yet, with files in a directory or in several, also where they lie in memory.
 
+    It allows unsuitable paths, which nothing then refuses or warns of. Tests of that make their offloader themselves.
+
     Args:
         paths: the directories.
         settings: of the policy, of the hardware, and of the offloader itself.
