@@ -6,7 +6,9 @@ import pytest
 
 from lightning_ssd.memory import freed_memory, host_room
 from lightning_ssd.memory.freed_memory import FreedMemory
+from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import MallocThreshold
+from tests.support.opened import offloader_in
 
 pytestmark = pytest.mark.skipif(MallocThreshold().reason is not None, reason="there is no glibc with mallopt")
 
@@ -109,3 +111,24 @@ def test_processes_share_the_memory(made, machine):
         shared = made(num_processes=num_processes)
         shared.expect(WAITING), shared.look()
         assert machine.num_trims == num_trims
+
+
+@pytest.mark.parametrize("lacking", [0, 1, None])
+@pytest.mark.parametrize(("num_sharing", "times", "least"), [(1, 2, 2), (3, 2, 6), (1, 1, 1), (3, 1, 3)])
+def test_there_is_room_for_all_that_waits_of_each_process(num_sharing, times, least, lacking, machine):
+    machine.available_bytes = None if lacking is None else least * WAITING - lacking
+    assert HostRoom(num_sharing, times=times).is_enough(lambda: WAITING) is (lacking == 0)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_an_offloader_says_who_shares_the_memory(is_short, machine, spill_dir):
+    """What leaves glibc's heap needs twice the room, what is updated needs it once."""
+    machine.available_bytes = 6 * WAITING
+    policy = {"activations": "keep", "optimizer_states": "offload", "gradients": "offload"}
+    with offloader_in(spill_dir, **policy, num_local_processes=3) as offloader:
+        parameters = offloader._parts.parameters
+        parameters.freed.expect(WAITING + is_short)
+        before = machine.num_trims
+        parameters.freed.look()
+        assert machine.num_trims == before + is_short
+        assert parameters.pages._room.is_enough(lambda: 2 * (WAITING + is_short)) is not is_short
