@@ -116,8 +116,15 @@ class OffloadStats(Counters):
 
     __slots__ = ()
 
+    def __init__(self, **counters: Any) -> None:
+        values = _DEFAULTS | counters
+        if len(values) > len(_DEFAULTS):
+            raise TypeError(f"OffloadStats has no {', '.join(counters.keys() - _DEFAULTS.keys())}")
+        for put, value in zip(_SETTERS, values.values(), strict=True):  # past __setattr__: several times in each step
+            put(self, value)
+
     def __setattr__(self, name: str, value: object) -> None:
-        if hasattr(self, name):  # the constructor sets each once
+        if hasattr(self, name):  # what copies an object sets each once
             raise FrozenInstanceError(f"cannot assign to field {name!r}")
         super().__setattr__(name, value)
 
@@ -126,7 +133,9 @@ class OffloadStats(Counters):
         return OffloadStats(**dict(zip(_NAMES, map(add, _values_of(self), _values_of(other)), strict=True)))
 
 
-_NAMES = tuple(field.name for field in fields(Counters))
+_DEFAULTS = {field.name: field.default for field in fields(Counters)}
+_NAMES = tuple(_DEFAULTS)
+_SETTERS = tuple(getattr(Counters, name).__set__ for name in _NAMES)
 _values_of: Callable[[Counters], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 
