@@ -27,6 +27,8 @@ class _Line(tqdm):  # type: ignore[misc]  # it has no types
     """A progress bar without the bar, and without the thread that watches other bars."""
 
     monitor_interval = 0
+    __del__ = bool
+    """Runs no Python, which would swallow Ctrl-C: a context closes the line."""
 
 
 class _Terminal(ObjectWrapper):  # type: ignore[misc]  # it has no types

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import sys
 import time
 from types import SimpleNamespace
 
@@ -126,3 +127,14 @@ def test_on_a_terminal(forks):
     written = run_on_terminal(ON_TERMINAL, {"RANK": "0"}, forks)
     assert all(f"{doing} ..." in written for doing in ("Laying out", "Planning", "Saving"))
     assert screen(written) == ["interrupted"]
+
+
+def test_no_python_runs_when_a_line_dies():
+    """Ctrl-C that falls into a destructor is swallowed."""
+    calls = []
+    with StatusLine("Working") as line:
+        pass
+    sys.setprofile(lambda frame, event, argument: calls.append(frame.f_code.co_name) if event == "call" else None)
+    del line
+    sys.setprofile(None)
+    assert calls == []
