@@ -321,7 +321,7 @@ class HardwareProfile:
                 parse_size(self.host_memory, name=f"{owner}.host_memory")
             except ConfigError as error:
                 raise ConfigError(f'{error}, or "auto"') from None
-        _check_optional_size(owner, "drive_endurance", self.drive_endurance, zero_means="is no rating")
+        _check_optional_size(owner, "drive_endurance", self.drive_endurance, zero_means="lets nothing be written")
         _check_optional_size(owner, "write_rate", self.write_rate, zero_means="moves nothing")
         _check_optional_size(owner, "read_rate", self.read_rate, zero_means="moves nothing")
         if not isinstance(self.allow_unsuitable_paths, bool):
