@@ -176,7 +176,10 @@ def test_a_wear_budget_is_bytes_or_drive_writes_per_day(budget, nbytes):
         ({"paths": "s3://bucket"}, r"paths: 's3://bucket' would be one directory"),
         ({"paths": ["$SCRATCH/a"]}, r"paths: '\$SCRATCH/a' would be one directory"),
         ({"paths": None}, r"HardwareProfile.paths=None is a NoneType\. Write directory names"),
-        ({"drive_endurance": 0}, r"HardwareProfile.drive_endurance=0 lets nothing be written\. Write None or a size above 0"),
+        (
+            {"drive_endurance": 0},
+            r"HardwareProfile.drive_endurance=0 lets nothing be written\. Write None or a size above 0",
+        ),
         ({"drive_endurance": "long"}, r"HardwareProfile.drive_endurance='long' is not a size"),
         ({"write_rate": 0}, r"HardwareProfile.write_rate=0 moves nothing\. Write None or a size above 0"),
         ({"read_rate": "fast"}, r"HardwareProfile.read_rate='fast' is not a size"),

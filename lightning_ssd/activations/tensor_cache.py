@@ -2,9 +2,8 @@
 
 Parameters and buffers are skipped by storage, whatever view they come in; small tensors and everything that is
 not a plain dense tensor of our device are kept; the rest goes to the tier once per storage and version, but for parts
-that are saved again when they have left. See
-``saved_storage.py`` for the life of one storage, ``saved_pass.py`` for what one pass teaches the next, and
-``fetcher.py`` for what is brought up ahead.
+that are saved again when they have left. See ``saved_storage.py`` for the life of one storage, ``saved_pass.py`` for
+what one pass teaches the next, and ``fetcher.py`` for what is brought up ahead.
 """
 
 from __future__ import annotations
