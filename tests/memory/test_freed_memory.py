@@ -132,3 +132,14 @@ def test_an_offloader_says_who_shares_the_memory(is_short, machine, spill_dir):
         parameters.freed.look()
         assert machine.num_trims == before + is_short
         assert parameters.pages._room.is_enough(lambda: 2 * (WAITING + is_short)) is not is_short
+
+
+@pytest.mark.parametrize("budget", [None, "1TiB"])
+def test_under_a_budget_of_all_memory_freed_memory_leaves_though_there_is_plenty(budget, machine, spill_dir):
+    policy = {"optimizer_states": "offload", "gradients": "offload", "activations": "auto", "memory_budget": budget}
+    with offloader_in(spill_dir, **policy) as offloader:
+        freed = offloader._parts.parameters.freed
+        freed.expect(WAITING)
+        before = machine.num_trims
+        freed.look()
+        assert machine.num_trims - before == (budget is not None)
