@@ -202,7 +202,10 @@ def test_the_commands_of_the_page(words, tmp_path):
     named = ", {lightning_ssd/offload: null}, {lightning_ssd/hardware: auto}" if is_named else ""
     trainer = instantiate(of_the_template(tmp_path, words, named).trainer, _convert_="all")
     assert isinstance(trainer.strategy, lightning_ssd.SSDOffloadStrategy)
-    assert trainer.strategy.policy.activations == "offload"
+    option = next(word.partition("=")[2] for word in words if "lightning_ssd/offload=" in word)
+    assert trainer.strategy.policy.activations == {"ssd": "offload", "auto": "auto"}[option]
+    budget = next((word.partition("=")[2] for word in words if word.startswith("offload.memory_budget=")), None)
+    assert trainer.strategy.policy.memory_budget == budget
 
 
 def test_there_are_commands_on_the_page():
