@@ -209,7 +209,7 @@ def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path, monkeypatch
 
 
 def test_few_calls_of_workers_for_each_storage(tmp_path, monkeypatch):
-    """32 and 59, or one more where workers meet; 65 and 75 where each storage of a group was told of by itself."""
+    """65 and 75 where each storage of a group was told of by itself. While a read is waited for, each still is."""
     side, length = 160, 64
     program = PassProgram((side * side * 4,) * (length + 1), bytes(length + 1))
     monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
@@ -217,11 +217,18 @@ def test_few_calls_of_workers_for_each_storage(tmp_path, monkeypatch):
         accounting = offloader._cache.accounting
         accounting.most_saved_bytes = 1 << 40  # so that 16 make a group
         accounting.lock = locks = CountedLock(accounting.lock)
+        reads = offloader._cache._tiers.ssd._reads
+
+        def wait_for_reads(gradient):
+            reads.wait_idle()
+
         for _ in range(3):
             calls.clear()
             locks.num_elsewhere = 0
             with offloader.saved_tensors():
                 y = sines(torch.rand(side, side).requires_grad_(), length)
+                y.register_hook(wait_for_reads)
+                y = y.sin()
             offloader.flush()
             offloader._cache.budget.nbytes = 1 << 40
             y.backward(torch.ones_like(y))
@@ -230,8 +237,8 @@ def test_few_calls_of_workers_for_each_storage(tmp_path, monkeypatch):
         sum(number for name, number in calls.items() if f"-{direction}-" in name) / length
         for direction in ("write", "read")
     )
-    assert 1 < to_write <= 34
-    assert 1 < to_read <= 63
+    assert 1 < to_write <= 33
+    assert 1 < to_read <= 41
     assert 0 < locks.num_elsewhere <= 3 * length // 2, "a few for each chunk; four for each storage before"
 
 
