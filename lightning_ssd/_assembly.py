@@ -53,6 +53,8 @@ __all__ = ["NOTHING", "Components", "assemble", "open_state_files", "open_wear_m
 
 
 _SPARE_BYTES = 256 << 20
+_FIRST_LOCKED_BYTES = 256 << 20
+"""Host memory for activations that is locked before a pass has shown how much it saves."""
 _SHARED_CHUNK_BYTES = 2 << 20
 """Largest request for optimizer states on several drives. Each gets a part of each subgroup, which may be as small as
 4 MiB, because subgroups are waited for in order."""
@@ -113,7 +115,9 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
         reload = ReloadPool(_SPARE_BYTES)
         stack.callback(reload.close)
     ssd = _open_ssd(stack, policy, environment, backend, directories, reload)
-    host = _open_host(stack, environment)
+    host = _open_host(stack, environment, ahead=True)
+    if host is not None:
+        host.lock_ahead(_FIRST_LOCKED_BYTES)
     wear = open_wear_meter(policy, environment)
     wear.watch(ACTIVATIONS, ssd.written_bytes)
     scheduler = None
@@ -431,10 +435,11 @@ def _open_mover(
     return StagedMover(backend, staging, copies)
 
 
-def _open_host(stack: ExitStack, environment: Environment) -> HostTier | None:
+def _open_host(stack: ExitStack, environment: Environment, *, ahead: bool = False) -> HostTier | None:
     if not environment.host_budget.total_bytes:
         return None
     pin = _locks_host_memory(environment.device)
-    host = HostTier(environment.host_budget, environment.copies, pin=pin, events=environment.events)
+    locked_for = environment.device if ahead and pin else None
+    host = HostTier(environment.host_budget, environment.copies, pin=pin, ahead=locked_for, events=environment.events)
     stack.callback(host.close)
     return host

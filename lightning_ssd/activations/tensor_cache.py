@@ -62,9 +62,9 @@ from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.telemetry.stats import OffloadStats, SavedBytes
 from lightning_ssd.telemetry.step_record import StepRecorder
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter
+from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.tiers.streams import PASSED, CopyEngine, StreamEvent
-from lightning_ssd.tiers.tier import Tier
 
 __all__ = ["TensorCache", "Tiers"]
 
@@ -74,7 +74,7 @@ class Tiers:
     """Where storages may go."""
 
     ssd: SsdTier | None = None
-    host: Tier | None = None
+    host: HostTier | None = None
 
 
 class SavedWeight(NamedTuple):
@@ -314,6 +314,8 @@ class TensorCache:
                     self._passes.end_backward(rates.write_bytes_per_s, rates.read_bytes_per_s),
                     self.accounting.most_saved_bytes,
                 )
+        if self._tiers.host is not None and not are_plain:
+            self._tiers.host.lock_ahead(self.accounting.most_saved_bytes)
         self._passes.learn()
         with self.accounting.lock:
             self._passes.prune()

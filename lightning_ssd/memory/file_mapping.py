@@ -17,6 +17,7 @@ from lightning_ssd.memory.mmap import (
     MAP_FAILED,
     NO_ACCESS,
     PAGE_BYTES,
+    POPULATE_WRITE,
     READ_WRITE,
     address_of,
     array_type,
@@ -31,11 +32,10 @@ READ_BYTES = 4 << 20
 
 _FIXED = 0x10  # MAP_FIXED and MAP_NORESERVE, which Python does not name (everywhere)
 _NORESERVE = 0x4000
-_WILLNEED = 3  # MADV_WILLNEED, MADV_DONTNEED, MADV_COLD (Linux 5.4), MADV_POPULATE_READ and ..._WRITE (5.14), likewise
+_WILLNEED = 3  # MADV_WILLNEED, MADV_DONTNEED, MADV_COLD (Linux 5.4) and MADV_POPULATE_READ (5.14), likewise
 _DONTNEED = 4
 _COLD = 20
 _POPULATE_READ = 22
-_POPULATE_WRITE = 23
 _POPULATE_BYTES = 16 << 20
 """Most bytes of one request: a thread that maps or unmaps memory meanwhile waits for one."""
 
@@ -108,7 +108,7 @@ class FileView:
         """
         for at in range(start, start + nbytes, _POPULATE_BYTES):
             part = self.address + at, min(_POPULATE_BYTES, start + nbytes - at)
-            if libc.madvise(*part, _POPULATE_WRITE if changes else _POPULATE_READ):
+            if libc.madvise(*part, POPULATE_WRITE if changes else _POPULATE_READ):
                 code = ctypes.get_errno()
                 if code == errno.EINVAL:
                     libc.madvise(*part, _WILLNEED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import mmap
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ __all__ = [
     "MAP_FAILED",
     "NO_ACCESS",
     "PAGE_BYTES",
+    "POPULATE_WRITE",
     "READ_WRITE",
     "VECTOR_BYTES",
     "MappedBlock",
@@ -25,6 +27,7 @@ __all__ = [
     "libc",
     "lock_memory",
     "map_anonymous",
+    "touch",
     "unlock_memory",
 ]
 
@@ -39,6 +42,7 @@ READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _WIPEONFORK = 18  # MADV_WIPEONFORK, likewise
 ADVISE_HUGE: int = getattr(mmap, "MADV_HUGEPAGE", 14)
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE (Linux 5.14), likewise
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
 MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -131,6 +135,23 @@ def address_of(memory: mmap.mmap) -> int:
     address, nbytes = ctypes.c_void_p(), ctypes.c_ssize_t()
     _read_buffer(memory, ctypes.byref(address), ctypes.byref(nbytes))
     return address.value or 0
+
+
+def touch(address: int, nbytes: int) -> bool:
+    """Have memory get its pages, filled with zeros. Blocks, without the GIL; return whether the system has them.
+
+    Locking takes most of its time for this, and then inside the driver.
+
+    Args:
+        address: of anonymous memory that nothing was written to; a page.
+        nbytes: whole pages.
+    """
+    if not libc.madvise(address, nbytes, POPULATE_WRITE):
+        return True
+    if ctypes.get_errno() != errno.EINVAL:
+        return False
+    ctypes.memset(address, 0, nbytes)
+    return True
 
 
 def lock_memory(address: int, nbytes: int, device: torch.device | None = None) -> int:

@@ -20,6 +20,8 @@ _MIN_RELIEF = 0.05
 _MIN_SPARED = 0.2
 _MIN_EXCESS = 0.01
 """Part of the step that an old plan must exceed its promise by: costs that are measured scatter by more."""
+_MORE_HOST = 1.25
+"""So many times the host memory that a plan was made for is worth another plan."""
 _LITTLE = 0.5
 """Share of the promised overhead: a plan that takes less may move more."""
 
@@ -58,14 +60,17 @@ class DriftDetector:
         self._pause = _FIRST_PAUSE
         self._num_to_skip = 0
 
-    def passed(self, known: StoredPlan, measured: Measured, rates: TierRates) -> str | None:
+    def passed(self, known: StoredPlan, measured: Measured, rates: TierRates, *, host_bytes: int = 0) -> str | None:
         """Return why to plan again, or ``None``.
 
         Args:
             known: the plan that was followed.
             measured: the pass.
             rates: of the drives by now.
+            host_bytes: host memory that there is by now. More of it is no hiccup.
         """
+        if host_bytes > _MORE_HOST * known.host_bytes and (measured.written_bytes or _may_move_more(known)):
+            return f"{host_bytes} bytes of host memory are there, not {known.host_bytes}"
         if self._num_to_skip:
             self._num_to_skip -= 1
             return None
@@ -88,11 +93,7 @@ def _doubt(known: StoredPlan, measured: Measured, rates: TierRates) -> str | Non
         told = f"an overhead of {100 * ratio:.1f} % where {100 * known.predicted_overhead:.1f} % was predicted"
         if ratio > allowed and ratio > known.predicted_overhead:
             return told
-        is_partial = any(
-            placement is Placement.KEEP and storage.movable
-            for placement, storage in zip(known.plan.placements, known.trace.storages, strict=True)
-        )
-        if is_partial and ratio < _LITTLE * min(allowed, known.predicted_overhead):
+        if ratio < _LITTLE * min(allowed, known.predicted_overhead) and _may_move_more(known):
             return told
     if measured.may_write_bytes is not None and measured.written_bytes > (1 + _MIN_SPARED) * measured.may_write_bytes:
         return f"{measured.written_bytes} bytes are written where wear_budget leaves {measured.may_write_bytes}"
@@ -101,6 +102,14 @@ def _doubt(known: StoredPlan, measured: Measured, rates: TierRates) -> str | Non
     if measured.read_bytes and _left(known.rates.read_bytes_per_s, rates.read_bytes_per_s):
         return f"reading runs at {rates.read_bytes_per_s:.3g} bytes/s, not {known.rates.read_bytes_per_s:.3g}"
     return None
+
+
+def _may_move_more(known: StoredPlan) -> bool:
+    """Return whether a plan keeps what could move."""
+    return any(
+        placement is Placement.KEEP and storage.movable
+        for placement, storage in zip(known.plan.placements, known.trace.storages, strict=True)
+    )
 
 
 def _left(expected: float, got: float) -> bool:

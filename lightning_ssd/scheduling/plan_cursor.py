@@ -44,6 +44,8 @@ class StoredPlan:
     rates: TierRates
     """Rates of the SSD tier."""
     plan: Plan
+    host_bytes: int = 0
+    """Host memory that it was made for."""
     program: PassProgram = field(init=False, repr=False, compare=False)
     """Course of a pass that follows it. Worked out once: every pass asks."""
 

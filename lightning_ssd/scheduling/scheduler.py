@@ -263,7 +263,8 @@ class Scheduler:
             moved_bytes=done.moved_bytes,
             predicted_stall=prediction.stall_s / max(known.plan.keep_step_s, 1e-9),
         )
-        reason = kind.watch.passed(known, measured, self.machine.ssd or _NOTHING)
+        machine = self.machine
+        reason = kind.watch.passed(known, measured, machine.ssd or _NOTHING, host_bytes=_host_bytes(machine))
         if reason is not None:
             _log.info("planning again: %s", reason)
             kind.ask_for_trace()
@@ -416,7 +417,8 @@ class Scheduler:
             kind.begin_to_recompute(plan.recompute, inner_bytes(trace, plan.recompute))
             self.num_plans += 1
             return
-        new = StoredPlan(sizes=sizes, trace=trace, goal=goal, rates=machine.ssd or _NOTHING, plan=plan)
+        rates, host_bytes = machine.ssd or _NOTHING, _host_bytes(machine)
+        new = StoredPlan(sizes=sizes, trace=trace, goal=goal, rates=rates, plan=plan, host_bytes=host_bytes)
         old = kind.plans.get(sizes)
         chosen = new if old is None else self._better(old, new, machine)
         kind.put_in_force(chosen)
@@ -471,3 +473,8 @@ class Scheduler:
     def close(self) -> None:
         """End the threads; plans under way are dropped."""
         self._maker.close()
+
+
+def _host_bytes(machine: Machine) -> int:
+    """Return how much host memory there is to plan with."""
+    return 0 if machine.host is None else machine.host.capacity_bytes or 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
@@ -28,6 +30,9 @@ class HostTier(Tier):
     A write claims its extent when it is submitted, so that the caller knows at once whether there is room. A write that
     its owner took back keeps its extent until a worker gets to it.
 
+    Locking takes longer than many a step. Memory for activations is locked ahead, and what has not been locked yet is
+    no room: no write waits for it, and no plan counts on it.
+
     There are no checksums here (``verify``): this is memory, as that of the tensors which are kept.
 
     Args:
@@ -35,6 +40,7 @@ class HostTier(Tier):
             given back at :meth:`close`.
         copies: between the device and the host.
         pin: lock the memory for CUDA; each part once, when it is first used.
+        ahead: or in a thread of its own, for this device, when :meth:`lock_ahead` asks; there is no other memory then.
         events: gets one event per move.
         chunk_bytes: largest single copy, so that urgent reads can overtake others there; default: what takes a few
             milliseconds at most.
@@ -52,12 +58,14 @@ class HostTier(Tier):
         copies: CopyEngine,
         *,
         pin: bool,
+        ahead: torch.device | None = None,
         events: EventLog,
         chunk_bytes: int | None = None,
         num_workers: int = DEFAULT_WORKERS,
     ) -> None:
         self.copies = copies
-        self.arena = HostArena(room, pin=pin)
+        self._locked_for = ahead
+        self.arena = HostArena(room, pin=pin, ahead=ahead is not None)
         super().__init__(
             ArenaMover(self.arena, copies),
             [self.arena],
@@ -69,8 +77,15 @@ class HostTier(Tier):
 
     @property
     def capacity_bytes(self) -> int:
-        """Most memory that it may have. Falls as others take from its budget, and where the system gives no more."""
+        """Most memory that it may have, or ahead what is locked. Falls as others take from its budget, and where the
+        system gives no more.
+        """
         return self.arena.capacity_bytes
+
+    def lock_ahead(self, nbytes: int) -> None:
+        """Have at least so much memory, if it is locked ahead; see :meth:`HostArena.lock_ahead`."""
+        if self._locked_for is not None:
+            self.arena.lock_ahead(nbytes, self._locked_for)
 
     @property
     def memory_bytes(self) -> int:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from lightning_ssd.common.rounding import round_up
+from lightning_ssd.common.task import Task
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.host_budget import HostMemoryBudget
-from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
+from lightning_ssd.memory.mmap import HUGE_PAGE_BYTES, PAGE_BYTES, MappedBlock, lock_memory, touch, unlock_memory
 from lightning_ssd.storage.extents import Extent, ExtentAllocator
 
 __all__ = ["HostArena"]
@@ -24,35 +27,50 @@ _log = logging.getLogger(__name__)
 
 _FIRST_GROWTH_BYTES = 64 << 20
 _MAX_GROWTH_BYTES = 256 << 20
+_AHEAD_BYTES = 64 << 20
+_PAUSE_S = 0.002
+"""Between two slabs that are locked ahead: the driver's lock holds up kernels that training launches."""
 
 
 class HostArena:
     """Bounded host memory in extents. Thread-safe; of use to the opening process only.
 
     Addresses for the whole capacity are reserved at once, which costs nothing. Memory is taken in growing slabs, and
-    each slab is locked (pinned) once, when the first extent in it is prepared. Extents are reused, lowest first, and
-    may lie across slabs; no size is rounded up to more than a page.
+    each slab is locked (pinned) once: when the first extent in it is prepared, or ahead, in a thread of its own.
+    Extents are reused, lowest first, and may lie across slabs; no size is rounded up to more than a page.
 
     Args:
         room: most memory to take, in bytes; or a budget that others take from, too, each as it grows.
         pin: lock slabs for CUDA. Where that fails it goes on without, with one warning.
+        ahead: have no memory but what :meth:`lock_ahead` has locked, so that no one waits for the driver.
         growth_bytes: first and smallest slab; later ones are a quarter of the size, at most 256 MiB.
 
     Raises:
         MemoryError: there are not that many addresses (``ulimit -v``).
     """
 
-    def __init__(self, room: int | HostMemoryBudget, *, pin: bool, growth_bytes: int = _FIRST_GROWTH_BYTES) -> None:
+    def __init__(
+        self,
+        room: int | HostMemoryBudget,
+        *,
+        pin: bool,
+        ahead: bool = False,
+        growth_bytes: int = _FIRST_GROWTH_BYTES,
+    ) -> None:
         host_budget = HostMemoryBudget(room) if isinstance(room, int) else room
         self._share = host_budget.share()
         self._limit_bytes = host_budget.total_bytes
         self._growth_bytes = growth_bytes
         self._pid = os.getpid()
         self._extents = ExtentAllocator(PAGE_BYTES)
-        # Guards extents, slabs, limit and block. Held for arithmetic and one quick system call. Order: the budget's may
-        # be taken under it, nothing else.
+        self._ahead = ahead
+        # Guards extents, slabs, limit, block and the five below. Held for arithmetic and one quick system call. Order:
+        # the budget's may be taken under it, nothing else.
         self._lock = threading.Lock()
         self._slab_ends: list[int] = []
+        self._wanted_bytes = self._locked_bytes = 0
+        self._locking: Task[None] | None = None
+        self._is_closing = False
         # Guards the two below, and is held while slabs are locked, which takes long: reads never need it. Order: the
         # lock above may be taken under this one, never the other way round.
         self._pin_lock = threading.Lock()
@@ -71,7 +89,11 @@ class HostArena:
 
     @property
     def capacity_bytes(self) -> int:
-        """Most memory that it may have: what it has, and what others and the system leave."""
+        """Most memory that it may have: what it has, and what others and the system leave; ahead, what it had when all
+        that was wanted was locked.
+        """
+        if self._ahead:
+            return self._locked_bytes
         return min(self._limit_bytes, self._share.nbytes + self._share.host_budget.left_bytes)
 
     @property
@@ -103,7 +125,7 @@ class HostArena:
                     return Extent(0, 0)
                 try:
                     extent = self._extents.allocate(nbytes)
-                    if extent is None and self._grow(nbytes):
+                    if extent is None and not self._ahead and self._grow(nbytes):
                         extent = self._extents.allocate(nbytes)
                 except BaseException:
                     self._extents.recover()
@@ -123,6 +145,49 @@ class HostArena:
         """
         if extent.nbytes and self._block is not None and not self.is_foreign:
             self._extents.free(extent)
+
+    def lock_ahead(self, nbytes: int, device: torch.device) -> None:
+        """Have at least so many bytes locked, as far as there is room. Returns at once: a thread of its own locks them.
+
+        It touches each slab first, which takes most of the time, and not the driver's. Steps go on meanwhile.
+
+        Args:
+            nbytes: in all.
+            device: that copies from and to them.
+        """
+        if not self._ahead or nbytes <= self._wanted_bytes or self.is_foreign:
+            return
+        with self._lock:
+            self._wanted_bytes = nbytes
+            if self._is_closing or not (self._locking is None or self._locking.is_done):
+                return
+            task = self._locking = Task(partial(self._lock_what_is_wanted, device), "lightning_ssd-host-lock")
+        task.start()
+
+    def _lock_what_is_wanted(self, device: torch.device) -> None:
+        while (slab := self._next_slab()) is not None:
+            start, nbytes = slab
+            if not touch(self._opened().address + start, nbytes):
+                self._refused(start, nbytes)
+                break
+            with self._pin_lock:
+                if self._pin:
+                    self._lock_slab(start, nbytes, device)
+            with self._lock:
+                self._add_slab(start, nbytes)
+            time.sleep(_PAUSE_S)
+        self._locked_bytes = self.size_bytes
+        self._say()
+
+    def _next_slab(self) -> tuple[int, int] | None:
+        """Take memory for the next slab to lock ahead: where it begins, and its bytes. ``None``: all is there."""
+        with self._lock:
+            start = self.size_bytes
+            left = min(round_up(self._wanted_bytes, HUGE_PAGE_BYTES), self._limit_bytes) - start
+            nbytes = 0
+            if left > 0 and not self._is_closing:
+                nbytes = self._take(start, PAGE_BYTES, min(left, _AHEAD_BYTES))
+        return (start, nbytes) if nbytes else None
 
     def prepare(self, extent: Extent, device: torch.device) -> None:
         """Lock the slabs under an extent where that has not been done; takes long for each new slab."""
@@ -162,6 +227,10 @@ class HostArena:
         """Give the memory back. It must not be copied from or to any more. Idempotent."""
         if self.is_foreign:
             return  # the memory is not in this process, and the locks may have been taken at the fork
+        with self._lock:
+            self._is_closing, locking = True, self._locking
+        if locking is not None:
+            locking.wait()  # for one slab
         with self._pin_lock, self._lock:
             block, self._block = self._block, None
             starts, self._pinned_starts = self._pinned_starts, []
@@ -169,6 +238,8 @@ class HostArena:
                 for start in starts:
                     unlock_memory(block.address + start, self._device)
                 self._share.close()
+        if locking is not None:
+            locking.result()  # raises what has failed there
 
     def _opened(self) -> MappedBlock:
         if self.is_foreign:
@@ -187,17 +258,28 @@ class HostArena:
         if need > left:
             return False
         slab = min(max(self._growth_bytes, size // 4), _MAX_GROWTH_BYTES)
-        slab = self._share.grow(need, min(round_up(max(slab, need), HUGE_PAGE_BYTES), left))
-        if not slab:
-            return False
-        if not self._opened().make_usable(size, slab):
-            self._share.give_back(slab)
-            self._limit_bytes = size
-            self._unsaid.append(f"the system gives no more than {size:,} bytes to the host tier; it stays at that")
-            return False
-        self._extents.grow(slab)
-        self._slab_ends.append(size + slab)
-        return True
+        taken = self._take(size, need, min(round_up(max(slab, need), HUGE_PAGE_BYTES), left))
+        if taken:
+            self._add_slab(size, taken)
+        return bool(taken)
+
+    def _take(self, start: int, least_bytes: int, most_bytes: int) -> int:
+        """Take memory from the budget and the system; return how many bytes, 0 where there are too few."""
+        nbytes = self._share.grow(least_bytes, most_bytes)
+        if nbytes and not self._opened().make_usable(start, nbytes):
+            self._refused(start, nbytes)
+            return 0
+        return nbytes
+
+    def _refused(self, start: int, nbytes: int) -> None:
+        """The system has no such memory: go on with what there is."""
+        self._share.give_back(nbytes)
+        self._limit_bytes = start
+        self._unsaid.append(f"the system gives no more than {start:,} bytes to the host tier; it stays at that")
+
+    def _add_slab(self, start: int, nbytes: int) -> None:
+        self._extents.grow(nbytes)
+        self._slab_ends.append(start + nbytes)
 
     def _lock_slab(self, start: int, nbytes: int, device: torch.device) -> None:
         self._device = device

@@ -9,7 +9,7 @@ from lightning_ssd.planning.plan import PlanObjective, TierRates
 from lightning_ssd.scheduling.drift import DriftDetector, Measured, is_worth_switching
 from lightning_ssd.scheduling.overhead import Overhead
 from tests.support.stored_plans import PREDICTION, stored_plan
-from tests.support.traces import KEEP, SSD, storage
+from tests.support.traces import HOST, KEEP, SSD, storage
 
 RATES = TierRates(write_bytes_per_s=1e9, read_bytes_per_s=2e9)
 AS_PREDICTED = Measured(step_s=1.03, overhead=Overhead(stall_s=0.03), peak_bytes=90, written_bytes=50, read_bytes=50)
@@ -34,6 +34,18 @@ def reason(plan=None, rates=RATES, **measured):
 
 def test_a_pass_as_predicted_is_no_reason():
     assert reason() is None
+
+
+@pytest.mark.parametrize(
+    ("there", "plan", "written"), [(101, (SSD, SSD), 50), (101, (HOST, KEEP), 0), (125, (HOST, HOST), 0)]
+)
+def test_more_host_memory_is_a_reason_where_a_plan_lacks_it(there, plan, written):
+    """It is locked while training goes on. A plan that has all of it in host memory gains nothing."""
+    watch, plan = DriftDetector(), replace(known(*plan), host_bytes=80)
+    seen = replace(AS_PREDICTED, written_bytes=written)
+    told = watch.passed(plan, seen, RATES, host_bytes=there)
+    assert told == ("101 bytes of host memory are there, not 80" if there == 101 else None)
+    assert watch.passed(plan, seen, RATES, host_bytes=100) is None
 
 
 def test_other_writers_that_leave_less_of_the_wear_budget_are_a_reason():

@@ -214,9 +214,13 @@ class TestOnCuda:
         wait_until(lambda: tier.used_bytes == 0)
         tier.close()
 
-    def test_memory_is_pinned(self):
+    @pytest.mark.parametrize("is_ahead", [False, True])
+    def test_memory_is_pinned(self, is_ahead):
         device = torch.device("cuda", torch.cuda.current_device())
-        tier = HostTier(64 * MIB, StreamCopies(CudaAccelerator(device)), pin=True, events=EventLog())
+        copies, ahead = StreamCopies(CudaAccelerator(device)), device if is_ahead else None
+        tier = HostTier(64 * MIB, copies, pin=True, ahead=ahead, events=EventLog())
+        tier.lock_ahead(8 * MIB)
+        wait_until(lambda: tier.capacity_bytes >= 8 * MIB)
         owner = Owner(torch.ones(MIB, dtype=torch.uint8, device=device).untyped_storage())
         assert tier.write(owner, MIB, None, label="")
         owner.wait()

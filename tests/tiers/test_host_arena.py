@@ -1,7 +1,9 @@
 """Bounded host memory in extents: room, growth, slabs, locking."""
 
 import ctypes
+import os
 import random
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,10 @@ from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory import mmap
 from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.memory.mmap import MappedBlock
+from lightning_ssd.tiers import host_arena
 from lightning_ssd.tiers.host_arena import HostArena
+from tests.support.host_traffic import wait_until
+from tests.support.patience import PATIENCE_S
 from tests.support.process_memory import resident_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -151,3 +156,146 @@ class TestLocking:
         assert [record.message for record in caplog.records] == [
             "CUDA could not lock more memory of the host tier (error 2); copies there are slower"
         ]
+
+
+class TestLockingAhead:
+    """Slabs of 4 MiB, locked by a thread of their own."""
+
+    @pytest.fixture
+    def driver(self, monkeypatch):
+        """CUDA's part: notes what is locked and how much of it has pages, and may be held up or refuse."""
+        monkeypatch.setattr(host_arena, "_AHEAD_BYTES", 4 * MIB)
+        driver = SimpleNamespace(
+            locked=[], threads=set(), pages=[], code=0, begun=threading.Event(), may_go=threading.Event()
+        )
+        driver.may_go.set()
+
+        def register(address, nbytes, flags):
+            driver.threads.add(threading.current_thread().name)
+            driver.pages.append(pages_of(address, nbytes))
+            driver.begun.set()
+            assert driver.may_go.wait(PATIENCE_S)
+            if not driver.code:
+                driver.locked.append((address, nbytes))
+            return driver.code
+
+        def unregister(address):
+            driver.locked.remove(next(one for one in driver.locked if one[0] == address))
+            return 0
+
+        cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+        monkeypatch.setattr(mmap.torch.cuda, "cudart", lambda: cudart)
+        return driver
+
+    @pytest.fixture
+    def opens(self):
+        arenas = []
+
+        def opened(room):
+            arenas.append(HostArena(room, pin=True, ahead=True))
+            return arenas[-1]
+
+        yield opened
+        for arena in arenas:
+            arena.close()
+
+    def test_what_is_not_locked_is_no_room(self, driver, opens):
+        host_budget = HostMemoryBudget(64 * MIB)
+        arena = opens(host_budget)
+        assert arena.allocate(1) is None
+        assert arena.capacity_bytes == 0
+        arena.lock_ahead(9 * MIB, CPU)
+        wait_until(lambda: arena.capacity_bytes == 10 * MIB)
+        assert [nbytes for _, nbytes in driver.locked] == [4 * MIB, 4 * MIB, 2 * MIB]
+        assert driver.pages == [4 * MIB, 4 * MIB, 2 * MIB], "touched before the driver got them"
+        assert driver.threads == {"lightning_ssd-host-lock"}
+        extent = must(arena.allocate(10 * MIB))
+        assert address(arena, extent) == driver.locked[0][0]
+        assert arena.allocate(1) is None, "an allocation takes no memory"
+        arena.prepare(extent, CPU)
+        arena.lock_ahead(3 * MIB, CPU)
+        assert len(driver.locked) == 3
+        assert host_budget.left_bytes == 54 * MIB
+        arena.close()
+        arena.close()
+        assert driver.locked == []
+        assert host_budget.left_bytes == 64 * MIB
+
+    def test_no_lock_of_ours_is_held_meanwhile(self, driver, opens):
+        driver.may_go.clear()
+        arena = opens(64 * MIB)
+        arena.lock_ahead(4 * MIB, CPU)
+        assert driver.begun.wait(PATIENCE_S)
+        assert arena.allocate(1) is None
+        assert arena.used_bytes == arena.capacity_bytes == 0
+        arena.lock_ahead(8 * MIB, CPU)  # more, in the midst of it
+        driver.may_go.set()
+        wait_until(lambda: arena.capacity_bytes == 8 * MIB)
+
+    def test_closing_waits_for_one_slab(self, driver, opens):
+        driver.may_go.clear()
+        arena = opens(64 * MIB)
+        arena.lock_ahead(64 * MIB, CPU)
+        assert driver.begun.wait(PATIENCE_S)
+        closing = threading.Thread(target=arena.close)
+        closing.start()
+        wait_until(lambda: arena._is_closing)
+        assert closing.is_alive()
+        driver.may_go.set()
+        closing.join()
+        assert driver.locked == []
+        assert len(driver.pages) == 1
+        arena.lock_ahead(128 * MIB, CPU)
+        with pytest.raises(OffloaderClosedError):
+            arena.allocate(1)
+
+    def test_what_cuda_does_not_lock_is_used_all_the_same(self, driver, opens, caplog):
+        driver.code = 2
+        arena = opens(64 * MIB)
+        arena.lock_ahead(12 * MIB, CPU)
+        wait_until(lambda: arena.capacity_bytes == 12 * MIB)
+        arena._locking.wait()
+        assert len(driver.pages) == 1
+        assert [record.message for record in caplog.records] == [
+            "CUDA could not lock more memory of the host tier (error 2); copies there are slower"
+        ]
+
+    @pytest.mark.parametrize("refuses", ["make_usable", "touch", "budget"])
+    def test_it_ends_where_there_is_no_more(self, refuses, driver, opens, monkeypatch):
+        host_budget = HostMemoryBudget(64 * MIB)
+        arena = opens(host_budget)
+        if refuses == "budget":
+            other = host_budget.share()
+            assert other.grow(58 * MIB, 58 * MIB)
+        else:
+            owner = MappedBlock if refuses == "make_usable" else host_arena
+            real = getattr(owner, refuses)
+            monkeypatch.setattr(owner, refuses, lambda *args: arena.size_bytes < 4 * MIB and real(*args))
+        arena.lock_ahead(64 * MIB, CPU)
+        arena._locking.wait()
+        assert arena.capacity_bytes == (6 * MIB if refuses == "budget" else 4 * MIB)
+        assert host_budget.left_bytes == (0 if refuses == "budget" else 60 * MIB)
+        assert must(arena.allocate(4 * MIB)) is not None
+
+    def test_a_fork_locks_nothing(self, driver, opens):
+        arena = opens(64 * MIB)
+        if not (child := os.fork()):
+            arena.lock_ahead(4 * MIB, CPU)
+            arena.close()
+            os._exit(len(threading.enumerate()) - 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+    def test_an_error_is_raised_at_close(self, driver, monkeypatch):
+        arena = HostArena(64 * MIB, pin=True, ahead=True)
+        monkeypatch.setattr(mmap.torch.cuda, "cudart", lambda: 1 / 0)
+        arena.lock_ahead(4 * MIB, CPU)
+        with pytest.raises(ZeroDivisionError):
+            arena.close()
+        assert arena._block is None
+
+
+def pages_of(address, nbytes):
+    """Bytes of a range that have pages."""
+    there = (ctypes.c_ubyte * (nbytes // mmap.PAGE_BYTES))()
+    assert not mmap.libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), there)
+    return sum(page & 1 for page in there) * mmap.PAGE_BYTES
