@@ -132,8 +132,9 @@ class OffloadPolicy:
     memory_budget: Size | None = None
     """Limit of the peak of all memory: on a GPU of what PyTorch allocates there, on a CPU of the process. It is
     approximate, and does not count what an optimizer's update takes. If no plan can keep it, training stops with a
-    ``BudgetError`` that names the smallest that works. Only with ``activations="auto"``. With ``parameters="auto"``,
-    weights and gradients are offloaded for it, too. ``None``: no limit."""
+    ``BudgetError`` that names the smallest that works, in the first step without the optimizer's states. Only with
+    ``activations="auto"``. With ``parameters="auto"``, weights and gradients are offloaded for it, too. ``None``: no
+    limit."""
 
     activation_budget: Size | None = None
     """Limit of the saved activations in memory, from the first step on. If no plan can keep it, steps exceed it until

@@ -233,7 +233,9 @@ class OffloadMonitor(Callback):
             self._written_now = round(report.stat("bytes_written")) + sum(o["written_bytes"] for o in report.optimizers)
         verdict = judge(report)
         self.summary = verdict.text()
-        _log.info("backend: %s; plan: %s", report.backend, report.plan)
+        _log.info("backend: %s", report.backend)
+        if report.plan is not None:
+            _log.info("plan: %s", ", ".join(f"{name} {value:.4g}" for name, value in report.plan.items()))
         if trainer.is_global_zero:
             summary: dict[str, Any] = {"offload/verdict": verdict.headline, "offload/summary": self.summary}
             if report.saved_pct is not None:

@@ -171,7 +171,8 @@ def _kvikio_lines(diagnosis: dict[str, Any]) -> list[str]:
     lines = [f"{found['version'] or 'not installed'}; GPUDirect Storage: {'yes' if found['has_gds'] else 'no'}"]
     if diagnosis["backend"].get("is_gds_active"):
         lines[0] += ", and proved by a read of what was written"
-    return [*lines, found["reason"]]
+    is_of_use = diagnosis["accelerator"]["type"] == "cuda"
+    return [*lines, found["reason"] if is_of_use else "it serves CUDA devices, and there is none"]
 
 
 def _memory_lines(memory: dict[str, Any]) -> list[str]:

@@ -45,10 +45,10 @@ def _failures(report: RunReport) -> str | None:
 def _unusable(report: RunReport) -> str | None:
     if report.unusable is None or report.stat("bytes_written"):
         return None
-    larger = 'Write a larger one, such as wear_budget="1.0DWPD", or leave it out'
+    larger = "Raise it in that proportion, or leave it out"
     other = "Name a directory on a local drive in HardwareProfile.paths"
     mend = larger if report.unusable.startswith("wear_budget") else other
-    return f"Nothing was moved to a drive, because {report.unusable}. {mend}."
+    return f"No saved activation was moved to a drive, because {report.unusable}. {mend}."
 
 
 def _held_elsewhere(report: RunReport) -> str | None:

@@ -149,8 +149,9 @@ def _add_points(axes: Axes, groups: Sequence[Series], tips: list[str] | None) ->
                 dot.set_gid(_tip(tips, f"{label} {group.name}\n{x:.3g}, {y:.4g}"))
     for label, color in colors.items():
         axes.plot([], [], "o", color=color, label=label)
-    if groups:
-        axes.set_xlim(left=0)
+    if groups:  # from 0, and with room for the outermost markers
+        axes.set_xlim(0, 1.05 * max(x for group in groups for x in group.x) or 1)
+        axes.set_ylim(0, 1.05 * max(y for group in groups for y in group.y) or 1)
 
 
 def _add_strips(axes: Axes, lines: Sequence[Series], chart: Chart, tips: list[str]) -> None:

@@ -279,11 +279,14 @@ class Limits:
         # What else is in memory differs from run to run by a few MiB: named to the byte, it could fail again.
         least = smallest_bytes + other
         least += max(int(_MARGIN * least), _MIN_MARGIN_BYTES)
-        smallest = f"{as_setting(math.ceil(least / 2**20) << 20)} ({format_sizes(other)[0]} of it are not activations"
-        if others.num_traces < 2:
-            smallest += "; optimizer states come on top with the first step"
-            smallest += ", AdamW's are twice the trained weights" if self._constraints.have_states_stay else ""
-        return f"memory_budget={as_setting(memory)}", f"{smallest})"
+        smallest, states = as_setting(math.ceil(least / 2**20) << 20), ""
+        if others.num_traces < 2 and self._constraints.have_states_stay:
+            smallest += " and the optimizer's states"
+            states = "; the states come with the first step, and AdamW's are twice the trained weights"
+        return (
+            f"memory_budget={as_setting(memory)}",
+            f"{smallest} ({format_sizes(other)[0]} of it are not activations{states})",
+        )
 
 
 def _least(*limits: float | None) -> int | None:

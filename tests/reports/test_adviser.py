@@ -100,7 +100,7 @@ METRICS = made_report().metrics
         ({"stats": {**STATS, "resident_peak_bytes": 2000 * MIB}}, 'whatever it costs: activations="offload".'),
         (
             {"unusable": "wear_budget allows too little", "stats": {**STATS, "bytes_written": 0}},
-            'too little. Write a larger one, such as wear_budget="1.0DWPD", or leave it out.',
+            "too little. Raise it in that proportion, or leave it out.",
         ),
     ],
 )
