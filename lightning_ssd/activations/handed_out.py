@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from lightning_ssd.common.tensors import storage_of, use_count
+from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, storage_of, use_count
 
 __all__ = ["HandedOut"]
 
@@ -120,7 +120,7 @@ class HandedOut:
         if held.kinds is None or (tensor.dtype, tuple(tensor.shape)) in held.kinds:
             if lease is None:
                 copy = tensor.detach()  # it shares the version, by which edits are found
-                copy.data = tensor.clone()
+                copy.data = _with_own_memory(tensor)
                 return copy
             held.add(_Given(lease, tensor, tensor))
         return tensor
@@ -133,6 +133,16 @@ class HandedOut:
         _engine.queue_callback(held)
         self.held[key] = weakref.ref(held)
         return held
+
+
+def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same view over a copy of the storage: strides decide in which order a kernel adds up."""
+    if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor._is_zerotensor():
+        try:
+            return TensorSpec.of(tensor).view(tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
+        except (NotImplementedError, RuntimeError):  # nested, quantized and functorch tensors are more than a view
+            pass
+    return tensor.clone()
 
 
 def _leaves_of(node: Any) -> frozenset[_Kind] | None:

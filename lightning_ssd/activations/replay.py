@@ -124,9 +124,10 @@ def hooks_of(
                 and (tensor.requires_grad or not (tensor.__dict__ or whole >= max(MIN_DATA_BYTES, DATA_PARTS * nbytes)))
             ):
                 if not is_kept:
-                    # What is more than this, the cache has to look at.
+                    # What is more than this, or of a fork, which may take no lock, the cache has to look at.
                     if (
-                        (is_host or not (is_capturing() or holds(storage.data_ptr())))
+                        getpid() == pid
+                        and (is_host or not (is_capturing() or holds(storage.data_ptr())))
                         and not (tensor.is_quantized or tensor.is_nested or is_functorch(tensor))
                         and not tensor._is_zerotensor()
                         and not fetcher.is_closed
@@ -140,7 +141,8 @@ def hooks_of(
             share = record.lease()
         elif type(record) is SavedStorage and record.nbytes == whole and current.follows and tensor.requires_grad:
             # Over the same bytes there may be a nested tensor, which tells no size.
-            may_be_again = (nbytes == whole or is_view) and not tensor.is_nested and (is_host or not is_capturing())
+            may_be_again = (nbytes == whole or is_view) and not tensor.is_nested and getpid() == pid
+            may_be_again = may_be_again and (is_host or not is_capturing())
             again = pack_again(record, tensor) if may_be_again else None
             if again is not None:
                 if is_cpu:

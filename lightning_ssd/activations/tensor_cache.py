@@ -497,6 +497,8 @@ class TensorCache:
             tensor: is saved.
             moves: it is the first one over its storage, and what is known of the pass says that this moves.
         """
+        if self.is_foreign:  # a fork goes on with a forward of ours, and may take no lock
+            return keep(tensor)
         if type(tensor) in PLAIN_TYPES:
             try:
                 storage = tensor.untyped_storage()

@@ -3,7 +3,8 @@
 Gradients depend on nothing else that is computed again, so that a repetition which saves the same gives the same
 gradients. Of each saved tensor its type, shape and device are compared, and its bytes: all of a small one, of a larger
 one every 251st element, so that no other 251 elements in a row pass, and of the last large one (through which has
-passed what the call's result is made of) sums over all bytes as well. ``full`` takes these sums of every large one.
+passed what the call's result is made of) and of integers sums over all bytes as well. ``full`` takes these sums of
+every large one.
 
 Integers may be memory that was never written (seeds of kernels that drop nothing, reserved space): where only they
 differ, and look like it, the caller has to find out whether it matters, see ``checkpointed_call.py``.
@@ -41,17 +42,19 @@ class Fingerprint:
     Args:
         full: every byte counts.
         weights: addresses of storages whose identity and version others compare.
-        frontier: which tensor was the last large one of the call that this is to be compared with; ``None``: this is
-            the first such call, and finds out.
+        frontier: which tensor, and which part of it, was the last large one of the call that this is to be compared
+            with; ``None``: this is the first such call, and finds out.
     """
 
-    def __init__(self, *, full: bool = False, weights: Container[int] = (), frontier: int | None = None) -> None:
-        self.frontier = -1
-        """After :meth:`close`: which tensor was the last large one; -1: there was none."""
+    def __init__(
+        self, *, full: bool = False, weights: Container[int] = (), frontier: tuple[int, int] | None = None
+    ) -> None:
+        self.frontier = -1, 0
+        """After :meth:`close`: which tensor, and which part of it, was the last large one; -1: there was none."""
         self._full = full
         self._weights = weights
         self._wanted = frontier
-        self._last: tuple[int, torch.Tensor, int] | None = None
+        self._last: tuple[tuple[int, int], torch.Tensor, int] | None = None
         self._kinds: list[tuple[Any, ...]] = []
         self._unread: deque[tuple[torch.Tensor, object]] = deque()
         """With what keeps a weight from leaving its device before it has been read."""
@@ -82,6 +85,7 @@ class Fingerprint:
     def _read(self, tensor: torch.Tensor) -> None:
         index = len(self._prints)
         prints: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []  # behind the samples: those of a first call are known at its end
         self._prints.append(prints)
         modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
         with torch._C.DisableTorchFunction(), modes:
@@ -89,26 +93,27 @@ class Fingerprint:
                 raw = _raw(part)
                 is_large = raw.nbytes > _SMALL_BYTES
                 if part.dtype in _INTEGERS and not number:
-                    self._integers[index] = _sample(raw)
+                    self._integers[index] = torch.cat([_sample(raw), _sums(raw)]) if is_large else _sample(raw)
                     continue
                 prints.append(_sample(raw))
                 if not is_large:
                     continue
-                if self._full or index == self._wanted:
-                    prints.append(_sums(raw))
+                if self._full or (index, number) == self._wanted:
+                    sums.append(_sums(raw))
                 elif self._wanted is None and part.untyped_storage()._cdata not in self._weights:
-                    self._last = index, raw, raw._version
+                    self._last = (index, number), raw, raw._version
+        prints += sums
 
     def close(self) -> None:
         """The call is over: hold little from now on."""
         while self._unread:
             self._read(self._unread.popleft()[0])
         if self._last is not None:
-            index, raw, version = self._last
+            place, raw, version = self._last
             self._last = None
             if raw._version == version:  # else it is no longer what was saved
-                self.frontier = index
-                self._prints[index].append(_sums(raw))
+                self.frontier = place
+                self._prints[place[0]].append(_sums(raw))
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for part in (part for prints in self._prints for part in prints):
             by_device.setdefault(part.device, []).append(part)

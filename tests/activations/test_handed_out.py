@@ -136,3 +136,49 @@ def test_two_leaves_get_gradients_of_their_own_from_one_intermediate_result(acti
     assert torch.equal(first.grad, torch.arange(4096.0))
     torch.nn.utils.clip_grad_norm_([first, second], 1.0)
     assert first.grad.norm() > 0.7
+
+
+class _Multiplies(torch.autograd.Function):
+    """Adds up what it has saved, and tells its strides."""
+
+    strides = None
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        _Multiplies.strides = x.stride(), x.storage_offset()
+        return gradient * weight.sum(), (x.sum() * gradient.sum()).expand_as(weight)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.chunk(3, 1)[1],
+        lambda x: x[:, ::3],
+        lambda x: x[:, :1].expand(64, 64),
+        lambda x: x.to_sparse().to_dense()[:, :64],
+    ],
+    ids=["chunk", "every third", "expand", "part"],
+)
+@pytest.mark.parametrize("activations", ["keep", "offload", "auto"])
+def test_a_copy_has_the_strides_of_what_was_saved(view, activations, tmp_path):
+    """They decide in which order a kernel adds up, and so on the last bits."""
+
+    def gradients(context):
+        torch.manual_seed(0)
+        layer, weight = torch.nn.Linear(64, 192), torch.nn.Parameter(torch.randn(64, 64))
+        with context:
+            loss = _Multiplies.apply(view(layer(torch.randn(64, 64))), weight).square().mean()
+        loss.backward()
+        return weight.grad, layer.weight.grad, _Multiplies.strides
+
+    expected = gradients(nullcontext())
+    with offloader_in(tmp_path, activations=activations, min_tensor_bytes=1) as offloader:
+        found = gradients(offloader.saved_tensors())
+    assert all(map(torch.equal, found[:2], expected[:2]))
+    assert found[2][0] == expected[2][0]

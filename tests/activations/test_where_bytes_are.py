@@ -139,3 +139,22 @@ def test_a_fork_that_goes_on_with_a_graph_takes_no_lock(tmp_path):
             assert in_a_fork(lambda: (signal.alarm(60), loss.backward())) == 0
         loss.backward()
         offloader.end_backward()
+
+
+@pytest.mark.parametrize("activations", ["offload", "auto"])
+def test_a_fork_that_goes_on_with_a_forward_takes_no_lock(activations, tmp_path):
+    """The second pass follows what the first one has taught, with hooks of its own."""
+    settings = {"activations": activations, "min_tensor_bytes": 1, "max_slowdown": 1000.0}
+    with offloader_in(tmp_path, **settings) as offloader:
+        for _ in range(3):
+            x = torch.rand(64, 64, requires_grad=True)
+            with offloader.saved_tensors():
+                y = x.sin().sin()
+                with offloader._cache.accounting.lock:
+                    again = lambda y=y: (signal.alarm(60), y.sin().t().cos() + y.exp())  # noqa: E731
+                    assert in_a_fork(again) == 0
+                y = y.sin()
+            offloader.flush()
+            y.sum().backward()
+            offloader.end_backward()
+            offloader.wait_for_plan()

@@ -26,6 +26,7 @@ from tests.support.helpers import (
     open_offloader,
     outcome,
 )
+from tests.support.opened import offloader_in
 
 
 @pytest.mark.parametrize("name", ["dropout", "autocast", "accumulation", "frozen-blocks", "convolutions-channels-last"])
@@ -303,3 +304,108 @@ def test_transforms_run_plainly():
     session = Recomputing(EVERY)
     with session.saved():
         assert_identical(outcome(program, session), expected)
+
+
+def gradients_of_blocks(block, *inputs, directory=None, **policy):
+    """Gradients of two of these blocks, one behind the other; without a policy by plain PyTorch."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(block() for _ in range(2))
+    context = nullcontext() if directory is None else offloader_in(directory, **policy)
+    with context as offloader:
+        if offloader is not None:
+            offloader.register_module(model)
+        with nullcontext() if offloader is None else offloader.saved_tensors():
+            x, *others = inputs
+            for one in model:
+                x = one(x, *others)
+            loss = x.square().mean()
+        loss.backward()
+        if offloader is not None:
+            offloader.end_backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+class Permuted(nn.Module):
+    """Exchanges two rows more with each call: its indices are saved last, and are more than are compared whole."""
+
+    num_calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        index, at = torch.arange(len(x)), 300 + 3 * Permuted.num_calls
+        Permuted.num_calls += 1
+        index[at], index[at + 1] = at + 1, at
+        return self.inner(x)[index]
+
+
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_all_of_many_indices_are_compared(verify, tmp_path):
+    with pytest.raises(RecomputeError, match="integers, differ"):
+        gradients_of_blocks(
+            Permuted, torch.randn(20_000, 4), directory=tmp_path, activations="recompute", verify=verify
+        )
+
+
+class Neighbours(nn.Module):
+    """Adds up over a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x, graph):
+        return torch.sparse.mm(graph, self.inner(x).relu())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("num", [1000, 30_000])
+@pytest.mark.parametrize("activations", ["recompute", "recompute_offload"])
+def test_a_large_sparse_tensor_is_saved(layout, num, activations, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    where = torch.randint(0, 3000, (2, num), generator=generator)
+    graph = torch.sparse_coo_tensor(where, torch.rand(num, generator=generator), (3000, 3000)).coalesce()
+    graph = graph if layout is torch.sparse_coo else graph.to_sparse_csr()
+    x = torch.randn(3000, 16, generator=generator)
+    expected = gradients_of_blocks(Neighbours, x, graph)
+    found = gradients_of_blocks(Neighbours, x, graph, directory=tmp_path, activations=activations)
+    assert all(map(torch.equal, found, expected))
+
+
+class EditsSaved(torch.autograd.Function):
+    """Its backward edits what it has saved; another one may ask first, and again."""
+
+    @staticmethod
+    def forward(ctx, x, twice):
+        ctx.save_for_backward(x)
+        ctx.twice = twice
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        x.mul_(3)
+        if ctx.twice:
+            (x,) = ctx.saved_tensors
+        return gradient * x, None
+
+
+class Edited(nn.Module):
+    def __init__(self, twice):
+        super().__init__()
+        self.inner, self.twice = nn.Linear(8, 8), twice
+
+    def forward(self, x):
+        h = self.inner(x)
+        return EditsSaved.apply(h, True) if self.twice else h.sin() + EditsSaved.apply(h, False)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("activations", [None, "offload", "recompute", "recompute_offload"])
+def test_an_edit_within_backward_is_seen(activations, twice, tmp_path):
+    settings = {} if activations is None else {"directory": tmp_path, "activations": activations}
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients_of_blocks(lambda: Edited(twice), torch.randn(4, 8), **settings)
