@@ -6,6 +6,7 @@ import copy
 import random
 from collections import defaultdict
 from dataclasses import dataclass
+from types import MethodType
 
 import torch
 from torch import nn
@@ -222,12 +223,12 @@ def own_step(training):
     optimizer = getattr(training.optimizer, "inner", training.optimizer)
     original = type(optimizer).step
 
-    def step(*args, **kwargs):
+    def step(self, *args, **kwargs):
         with torch.no_grad():
             training.first.mul_(0.5)
-        return original(optimizer, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    optimizer.step = step
+    optimizer.step = MethodType(step, optimizer)  # a scheduler refuses a plain function in plain training, too
 
 
 ACTIONS = {

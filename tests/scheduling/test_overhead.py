@@ -8,6 +8,7 @@ import pytest
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.planning.plan import Machine, TierRates
 from lightning_ssd.planning.trace import Trace
+from lightning_ssd.scheduling import drift
 from lightning_ssd.scheduling.clock import HostClock
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.overhead import CpuCosts, Overhead, OverheadModel
@@ -178,7 +179,8 @@ def test_a_device_keeps_its_promise_for_a_hundred_passes(noise, drive_gb_per_s, 
     world.run(100)
     assert max(world.overheads[3:64]) <= 0.05
     assert sum(world.overheads[3:]) / 97 <= 0.05
-    assert sum(overhead > 0.05 for overhead in world.overheads[64:]) <= 4, "moving is tried again after a rest"
+    # Moving is tried again after a rest, and a plan in force is exchanged only beyond this.
+    assert sum(overhead > 0.05 + drift._MIN_EXCESS for overhead in world.overheads[64:]) <= 4
     if noise == 0.0:
         assert len(set(world.moved[4:60])) == 1, "settled"
         for predicted, measured in zip(world.predicted[3:60], world.overheads[3:60], strict=True):
