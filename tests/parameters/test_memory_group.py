@@ -51,8 +51,8 @@ def test_a_gpt_that_does_not_fit_is_trained_with_a_part_of_its_blocks_in_memory(
 
 
 @pytest.mark.exhaustive
-def test_a_gpt_that_fits_makes_room_when_something_else_takes_memory(spill_dir):
-    """For which plain training is killed."""
+def test_a_gpt_that_fits_is_trained_beside_something_else_that_takes_memory(spill_dir):
+    """For which plain training is killed. What waits is decided at the first forward."""
     makes_room = {"activations": "keep", "rows": 96, "ballast_mib": 256}
     _, expected, peak = trained_in_a_group("keep", spill_dir, None, **makes_room)
     limit = peak - (makes_room["ballast_mib"] << 20) // 4
@@ -61,4 +61,4 @@ def test_a_gpt_that_fits_makes_room_when_something_else_takes_memory(spill_dir):
     assert code == 0
     assert ours["digest"] == expected["digest"]
     assert our_peak <= limit
-    assert ours["waiting_mib"][0] < ours["waiting_mib"][-1]
+    assert ours["waiting_mib"][0] > 0
