@@ -37,7 +37,7 @@ _SET_BY_OTHERS = {
     "WANDB_MODE",  # WandbLogger(offline=True)
     "WANDB_SERVICE",
 }
-pytest_plugins = ["tests.support.tier_fixtures"]
+pytest_plugins = ["tests.support.tier_fixtures", "tests.support.pretended_driver"]
 
 _THREAD_PREFIX = "lightning_ssd"
 _THREADS_GONE_WITHIN_S = 60.0

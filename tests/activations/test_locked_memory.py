@@ -2,41 +2,23 @@
 
 import threading
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, _assembly
 from lightning_ssd.activations import saved_pass
-from lightning_ssd.memory import mmap
-from lightning_ssd.tiers import host_arena
 from tests.support.host_traffic import wait_until
 from tests.support.late import late_copies
-from tests.support.patience import PATIENCE_S
+from tests.support.pretended_driver import AHEAD
 
 MIB = 1 << 20
 LENGTH, SIDE = 12, 512
 
 
-@pytest.fixture
-def driver(monkeypatch):
-    """CUDA's part, which may be held up: who has locked how many bytes."""
-    driver = SimpleNamespace(locked=[], may_go=threading.Event())
-
-    def register(address, nbytes, flags):
-        name = threading.current_thread().name
-        if name == "lightning_ssd-host-lock":
-            assert driver.may_go.wait(PATIENCE_S)
-        driver.locked.append((name, nbytes))
-        return 0
-
-    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
-    monkeypatch.setattr(mmap.torch.cuda, "cudart", lambda: cudart)
+@pytest.fixture(autouse=True)
+def locks(monkeypatch):
     monkeypatch.setattr(_assembly, "_locks_host_memory", lambda device: True)
-    monkeypatch.setattr(host_arena, "_AHEAD_BYTES", 4 * MIB)
-    yield driver
-    driver.may_go.set()
 
 
 def step(offloader=None):
@@ -87,9 +69,9 @@ def test_what_is_locked_in_the_midst_of_training_is_used_from_then_on(driver, tm
         assert after.bytes_host >= 3 * (LENGTH - 1) * MIB
         assert after.bytes_written == before.bytes_written
     assert all(torch.equal(one, expected) for one in found)
-    by_workers = [nbytes for name, nbytes in driver.locked if name != "lightning_ssd-host-lock"]
+    by_workers = [nbytes for name, (_, _, nbytes) in zip(driver.threads, driver.calls, strict=False) if name != AHEAD]
     assert max(by_workers) <= 16 * MIB, "staging buffers"
-    assert threading.current_thread().name not in dict(driver.locked)
+    assert threading.current_thread().name not in driver.threads
 
 
 def test_a_plan_is_made_again_when_more_is_locked(driver, tmp_path, caplog):

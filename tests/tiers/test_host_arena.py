@@ -1,10 +1,9 @@
 """Bounded host memory in extents: room, growth, slabs, locking."""
 
 import ctypes
-import os
 import random
 import threading
-from types import SimpleNamespace
+from contextlib import ExitStack, closing
 
 import pytest
 import torch
@@ -17,7 +16,9 @@ from lightning_ssd.tiers import host_arena
 from lightning_ssd.tiers.host_arena import HostArena
 from tests.support.host_traffic import wait_until
 from tests.support.patience import PATIENCE_S
+from tests.support.pretended_driver import AHEAD
 from tests.support.process_memory import resident_bytes
+from tests.support.weight_loops import in_a_fork
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
@@ -114,115 +115,63 @@ class TestRoom:
 
 
 class TestLocking:
-    def pinning(self, monkeypatch, *codes):
-        calls = []
-        answers = iter(codes)
-
-        def register(address, nbytes, flags):
-            calls.append(("lock", address, nbytes))
-            return next(answers, 0)
-
-        def unregister(address):
-            calls.append(("unlock", address, 0))
-            return 0
-
-        cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
-        monkeypatch.setattr(mmap.torch.cuda, "cudart", lambda: cudart)
-        return calls
-
-    def test_each_slab_once_when_it_is_wanted(self, monkeypatch):
-        calls = self.pinning(monkeypatch)
+    def test_each_slab_once_when_it_is_wanted(self, driver):
         arena = HostArena(64 * MIB, pin=True, growth_bytes=4 * MIB)
         low, high = must(arena.allocate(3 * MIB)), must(arena.allocate(20 * MIB))
-        assert calls == []
+        assert driver.calls == []
         base = address(arena, low)
         for _ in range(2):
             arena.prepare(low, CPU)
-        assert calls == [("lock", base, 4 * MIB)]
+        assert driver.calls == [("lock", base, 4 * MIB)]
         for _ in range(2):
             arena.prepare(high, CPU)
-        assert calls == [("lock", base, 4 * MIB), ("lock", base + 4 * MIB, 20 * MIB)]
+        assert driver.calls == [("lock", base, 4 * MIB), ("lock", base + 4 * MIB, 20 * MIB)]
         arena.close()
         arena.close()
-        assert calls[2:] == [("unlock", base, 0), ("unlock", base + 4 * MIB, 0)]
+        assert driver.calls[2:] == [("unlock", base, 0), ("unlock", base + 4 * MIB, 0)]
 
-    def test_goes_on_unlocked_with_one_warning(self, monkeypatch, caplog):
-        calls = self.pinning(monkeypatch, 0, 2)
+    def test_goes_on_unlocked_with_one_warning(self, driver, caplog):
+        driver.codes = iter((0, 2))
         arena = HostArena(64 * MIB, pin=True, growth_bytes=2 * MIB)
         for _ in range(4):
             arena.prepare(must(arena.allocate(2 * MIB)), CPU)
         arena.close()
-        assert [kind for kind, _, _ in calls] == ["lock", "lock", "unlock"]
-        assert [record.message for record in caplog.records] == [
-            "CUDA could not lock more memory of the host tier (error 2); copies there are slower"
-        ]
+        assert [kind for kind, _, _ in driver.calls] == ["lock", "lock", "unlock"]
+        assert caplog.messages == [NOT_LOCKED]
+
+
+NOT_LOCKED = "CUDA could not lock more memory of the host tier (error 2); copies there are slower"
 
 
 class TestLockingAhead:
-    """Slabs of 4 MiB, locked by a thread of their own."""
-
-    @pytest.fixture
-    def driver(self, monkeypatch):
-        """CUDA's part: notes what is locked and how much of it has pages, and may be held up or refuse."""
-        monkeypatch.setattr(host_arena, "_AHEAD_BYTES", 4 * MIB)
-        driver = SimpleNamespace(
-            locked=[], threads=set(), pages=[], code=0, begun=threading.Event(), may_go=threading.Event()
-        )
-        driver.may_go.set()
-
-        def register(address, nbytes, flags):
-            driver.threads.add(threading.current_thread().name)
-            driver.pages.append(pages_of(address, nbytes))
-            driver.begun.set()
-            assert driver.may_go.wait(PATIENCE_S)
-            if not driver.code:
-                driver.locked.append((address, nbytes))
-            return driver.code
-
-        def unregister(address):
-            driver.locked.remove(next(one for one in driver.locked if one[0] == address))
-            return 0
-
-        cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
-        monkeypatch.setattr(mmap.torch.cuda, "cudart", lambda: cudart)
-        return driver
-
     @pytest.fixture
     def opens(self):
-        arenas = []
-
-        def opened(room):
-            arenas.append(HostArena(room, pin=True, ahead=True))
-            return arenas[-1]
-
-        yield opened
-        for arena in arenas:
-            arena.close()
+        with ExitStack() as stack:
+            yield lambda room: stack.enter_context(closing(HostArena(room, pin=True, ahead=True)))
 
     def test_what_is_not_locked_is_no_room(self, driver, opens):
-        host_budget = HostMemoryBudget(64 * MIB)
+        driver.may_go.set()
+        host_budget, pages = HostMemoryBudget(64 * MIB), []
+        driver.looks = lambda *place: pages.append(pages_of(*place))
         arena = opens(host_budget)
         assert arena.allocate(1) is None
         assert arena.capacity_bytes == 0
         arena.lock_ahead(9 * MIB, CPU)
         wait_until(lambda: arena.capacity_bytes == 10 * MIB)
-        assert [nbytes for _, nbytes in driver.locked] == [4 * MIB, 4 * MIB, 2 * MIB]
-        assert driver.pages == [4 * MIB, 4 * MIB, 2 * MIB], "touched before the driver got them"
-        assert driver.threads == {"lightning_ssd-host-lock"}
+        assert list(driver.locked.values()) == pages == [4 * MIB, 4 * MIB, 2 * MIB], "touched before the driver got it"
+        assert set(driver.threads) == {AHEAD}
         extent = must(arena.allocate(10 * MIB))
-        assert address(arena, extent) == driver.locked[0][0]
+        assert address(arena, extent) == min(driver.locked)
         assert arena.allocate(1) is None, "an allocation takes no memory"
         arena.prepare(extent, CPU)
         arena.lock_ahead(3 * MIB, CPU)
-        assert len(driver.locked) == 3
+        assert len(driver.calls) == 3
         assert host_budget.left_bytes == 54 * MIB
         arena.close()
-        arena.close()
-        assert driver.locked == []
+        assert driver.locked == {}
         assert host_budget.left_bytes == 64 * MIB
 
     def test_no_lock_of_ours_is_held_meanwhile(self, driver, opens):
-        driver.may_go.clear()
         arena = opens(64 * MIB)
         arena.lock_ahead(4 * MIB, CPU)
         assert driver.begun.wait(PATIENCE_S)
@@ -233,7 +182,6 @@ class TestLockingAhead:
         wait_until(lambda: arena.capacity_bytes == 8 * MIB)
 
     def test_closing_waits_for_one_slab(self, driver, opens):
-        driver.may_go.clear()
         arena = opens(64 * MIB)
         arena.lock_ahead(64 * MIB, CPU)
         assert driver.begun.wait(PATIENCE_S)
@@ -243,30 +191,27 @@ class TestLockingAhead:
         assert closing.is_alive()
         driver.may_go.set()
         closing.join()
-        assert driver.locked == []
-        assert len(driver.pages) == 1
+        assert driver.locked == {}
         arena.lock_ahead(128 * MIB, CPU)
-        with pytest.raises(OffloaderClosedError):
-            arena.allocate(1)
+        assert [kind for kind, *_ in driver.calls] == ["lock", "unlock"]
 
     def test_what_cuda_does_not_lock_is_used_all_the_same(self, driver, opens, caplog):
-        driver.code = 2
+        driver.may_go.set()
+        driver.codes = iter((2,))
         arena = opens(64 * MIB)
         arena.lock_ahead(12 * MIB, CPU)
         wait_until(lambda: arena.capacity_bytes == 12 * MIB)
         arena._locking.wait()
-        assert len(driver.pages) == 1
-        assert [record.message for record in caplog.records] == [
-            "CUDA could not lock more memory of the host tier (error 2); copies there are slower"
-        ]
+        assert len(driver.calls) == 1
+        assert caplog.messages == [NOT_LOCKED]
 
     @pytest.mark.parametrize("refuses", ["make_usable", "touch", "budget"])
     def test_it_ends_where_there_is_no_more(self, refuses, driver, opens, monkeypatch):
+        driver.may_go.set()
         host_budget = HostMemoryBudget(64 * MIB)
         arena = opens(host_budget)
         if refuses == "budget":
-            other = host_budget.share()
-            assert other.grow(58 * MIB, 58 * MIB)
+            assert host_budget.share().grow(58 * MIB, 58 * MIB)
         else:
             owner = MappedBlock if refuses == "make_usable" else host_arena
             real = getattr(owner, refuses)
@@ -275,17 +220,14 @@ class TestLockingAhead:
         arena._locking.wait()
         assert arena.capacity_bytes == (6 * MIB if refuses == "budget" else 4 * MIB)
         assert host_budget.left_bytes == (0 if refuses == "budget" else 60 * MIB)
-        assert must(arena.allocate(4 * MIB)) is not None
+        assert arena.allocate(4 * MIB) is not None
 
     def test_a_fork_locks_nothing(self, driver, opens):
         arena = opens(64 * MIB)
-        if not (child := os.fork()):
-            arena.lock_ahead(4 * MIB, CPU)
-            arena.close()
-            os._exit(len(threading.enumerate()) - 1)
-        assert os.waitpid(child, 0)[1] == 0
+        assert in_a_fork(lambda: (arena.lock_ahead(4 * MIB, CPU), arena.close())) == 0
+        assert arena._locking is None
 
-    def test_an_error_is_raised_at_close(self, driver, monkeypatch):
+    def test_an_error_is_raised_at_close(self, monkeypatch):
         arena = HostArena(64 * MIB, pin=True, ahead=True)
         monkeypatch.setattr(mmap.torch.cuda, "cudart", lambda: 1 / 0)
         arena.lock_ahead(4 * MIB, CPU)
