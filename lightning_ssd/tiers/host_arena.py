@@ -162,7 +162,11 @@ class HostArena:
             if self._is_closing or not (self._locking is None or self._locking.is_done):
                 return
             task = self._locking = Task(partial(self._lock_what_is_wanted, device), "lightning_ssd-host-lock")
-        task.start()
+        try:
+            task.start()
+        except RuntimeError as error:  # there can be no more threads, and training goes on with what is locked
+            self._locking = None
+            _log.warning("no more memory of the host tier is locked: %s", error)
 
     def _lock_what_is_wanted(self, device: torch.device) -> None:
         while (slab := self._next_slab()) is not None:
@@ -191,6 +195,8 @@ class HostArena:
 
     def prepare(self, extent: Extent, device: torch.device) -> None:
         """Lock the slabs under an extent where that has not been done; takes long for each new slab."""
+        if self._ahead:  # it was done, and the next slab may be in the driver
+            return
         with self._pin_lock:
             with self._lock:
                 ends = list(self._slab_ends)

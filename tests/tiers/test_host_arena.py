@@ -12,6 +12,7 @@ from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory import mmap
 from lightning_ssd.memory.host_budget import HostMemoryBudget
 from lightning_ssd.memory.mmap import MappedBlock
+from lightning_ssd.storage.extents import Extent
 from lightning_ssd.tiers import host_arena
 from lightning_ssd.tiers.host_arena import HostArena
 from tests.support.host_traffic import wait_until
@@ -176,6 +177,7 @@ class TestLockingAhead:
         arena.lock_ahead(4 * MIB, CPU)
         assert driver.begun.wait(PATIENCE_S)
         assert arena.allocate(1) is None
+        arena.prepare(Extent(0, MIB), CPU)
         assert arena.used_bytes == arena.capacity_bytes == 0
         arena.lock_ahead(8 * MIB, CPU)  # more, in the midst of it
         driver.may_go.set()
@@ -227,6 +229,13 @@ class TestLockingAhead:
         assert in_a_fork(lambda: (arena.lock_ahead(4 * MIB, CPU), arena.close())) == 0
         assert arena._locking is None
 
+    def test_it_goes_on_without_a_thread(self, driver, opens, monkeypatch, caplog):
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: raises(RuntimeError("can't start new thread")))
+        arena = opens(64 * MIB)
+        arena.lock_ahead(4 * MIB, CPU)
+        assert caplog.messages == ["no more memory of the host tier is locked: can't start new thread"]
+        assert arena.allocate(1) is None
+
     def test_an_error_is_raised_at_close(self, monkeypatch):
         arena = HostArena(64 * MIB, pin=True, ahead=True)
         monkeypatch.setattr(mmap.torch.cuda, "cudart", lambda: 1 / 0)
@@ -234,6 +243,10 @@ class TestLockingAhead:
         with pytest.raises(ZeroDivisionError):
             arena.close()
         assert arena._block is None
+
+
+def raises(error):
+    raise error
 
 
 def pages_of(address, nbytes):
