@@ -64,13 +64,13 @@ class HostArena:
         self._pid = os.getpid()
         self._extents = ExtentAllocator(PAGE_BYTES)
         self._ahead = ahead
-        # Guards extents, slabs, limit, block and the five below. Held for arithmetic and one quick system call. Order:
+        # Guards extents, slabs, limit, block and the six below. Held for arithmetic and one quick system call. Order:
         # the budget's may be taken under it, nothing else.
         self._lock = threading.Lock()
         self._slab_ends: list[int] = []
         self._wanted_bytes = self._locked_bytes = 0
         self._locking: Task[None] | None = None
-        self._is_closing = False
+        self._is_closing = self._is_locking = False
         # Guards the two below, and is held while slabs are locked, which takes long: reads never need it. Order: the
         # lock above may be taken under this one, never the other way round.
         self._pin_lock = threading.Lock()
@@ -159,21 +159,23 @@ class HostArena:
             return
         with self._lock:
             self._wanted_bytes = nbytes
-            if self._is_closing or not (self._locking is None or self._locking.is_done):
+            if self._is_closing or self._is_locking:  # the thread asks once more what is wanted before it ends
                 return
+            self._is_locking = True
             task = self._locking = Task(partial(self._lock_what_is_wanted, device), "lightning_ssd-host-lock")
         try:
             task.start()
         except RuntimeError as error:  # there can be no more threads, and training goes on with what is locked
-            self._locking = None
+            self._locking, self._is_locking = None, False
             _log.warning("no more memory of the host tier is locked: %s", error)
 
     def _lock_what_is_wanted(self, device: torch.device) -> None:
         while (slab := self._next_slab()) is not None:
             start, nbytes = slab
             if not touch(self._opened().address + start, nbytes):
-                self._refused(start, nbytes)
-                break
+                with self._lock:
+                    self._refused(start, nbytes)
+                continue  # there is no more, which ends it
             with self._pin_lock:
                 if self._pin:
                     self._lock_slab(start, nbytes, device)
@@ -191,6 +193,7 @@ class HostArena:
             nbytes = 0
             if left > 0 and not self._is_closing:
                 nbytes = self._take(start, PAGE_BYTES, min(left, _AHEAD_BYTES))
+            self._is_locking = nbytes > 0
         return (start, nbytes) if nbytes else None
 
     def prepare(self, extent: Extent, device: torch.device) -> None:
