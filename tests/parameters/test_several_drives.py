@@ -241,7 +241,8 @@ def policy(**options):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_training_has_the_bits_of_plain_training(program, directories):
+def test_training_has_the_bits_of_plain_training(program, directories, monkeypatch):
+    monkeypatch.setattr(_assembly, "_probed_shares", lambda *_: ())  # measured on a busy machine, one may get nothing
     expected = Loop(**PROGRAMS[program]).run().result()
     with offloaders(directories[:2], policy) as opened:
         offloader = opened()
