@@ -193,7 +193,7 @@ def hooks_of(
             rebuilt.data = empty(0, dtype=dtype, device=device).set_(memory, offset, size, stride)
             if not is_host:
                 protect(rebuilt)
-            if held or isinstance(current_node(), BackwardCFunction):
+            if node_name is None or held or isinstance(current_node(), BackwardCFunction):
                 rebuilt = handed_out.give(rebuilt, moved.lease if node_name is None else None)
             given.append(moved)
             given_bytes += moved.nbytes

@@ -2,9 +2,11 @@
 
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd.common.tensors import StorageKey
 from tests.support.late import SeveralStreams
@@ -136,6 +138,40 @@ def test_two_leaves_get_gradients_of_their_own_from_one_intermediate_result(acti
     assert torch.equal(first.grad, torch.arange(4096.0))
     torch.nn.utils.clip_grad_norm_([first, second], 1.0)
     assert first.grad.norm() > 0.7
+
+
+class _Times(torch.nn.Module):
+    """Its weight's gradient is its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.inner = torch.nn.Parameter(torch.zeros(64, 64)), torch.nn.Sequential(torch.nn.Linear(64, 64))
+
+    def forward(self, x):
+        return _GivesSaved.apply(self.weight, x) + self.inner(x).sin().sum()
+
+
+@pytest.mark.parametrize("activations", ["offload", "keep", "auto", "recompute", "recompute_offload"])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_batch_that_a_checkpoint_hands_on_is_no_gradient(activations, is_checkpointed, tmp_path):
+    """A hook gives an object of its own over the batch, which nothing else refers to once it was handed on."""
+    model = torch.nn.ModuleList([_Times(), _Times()])
+    block = partial(checkpoint, model[0], use_reentrant=False) if is_checkpointed else model[0]
+    batch = torch.randn(64, 64)
+    before = batch.clone()
+    settings = {"activations": activations, "min_tensor_bytes": 1, "max_slowdown": 1000.0}
+    with offloader_in(tmp_path, **settings) as offloader:
+        offloader.register_module(model)
+        for _ in range(3):
+            with offloader.saved_tensors():
+                loss = block(batch)
+            offloader.flush()
+            loss.backward()
+            offloader.end_backward()
+            assert torch.equal(model[0].weight.grad, before)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            model.zero_grad(set_to_none=False)
+    assert torch.equal(batch, before)
 
 
 class _Multiplies(torch.autograd.Function):
