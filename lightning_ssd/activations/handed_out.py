@@ -74,8 +74,8 @@ class _Held:
 class HandedOut:
     """Refers to what Functions have been given, so that it does not become a gradient itself.
 
-    Constants (what no operation of the graph has made) are held whoever is given them: a Function in C++ may return
-    one, and a checkpoint hands it on to what it runs again.
+    Constants (what no operation of the graph has made) are held for any node that is given them: a Function in C++ may
+    return one, and a checkpoint hands it on to what it runs again.
 
     Autograd makes the tensor that it gets for a leaf the leaf's ``grad``, without a copy, if nothing else refers to it
     (``AccumulateGrad``). A saved tensor it refers to itself, but with hooks, each time that it is asked for, it gets an
