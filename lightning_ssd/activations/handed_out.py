@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, storage_of, use_count
+from lightning_ssd.common.tensors import PLAIN_TYPES, TensorSpec, required_nbytes, storage_of, use_count
+from lightning_ssd.memory.mmap import VECTOR_BYTES
 
 __all__ = ["HandedOut"]
 
@@ -142,10 +143,16 @@ class HandedOut:
 
 
 def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same view over a copy of the storage: strides decide in which order a kernel adds up."""
+    """Return the same view over a copy of what it spans: strides decide in which order a kernel adds up, as may the
+    address modulo the length of a vector.
+    """
     if type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor._is_zerotensor():
         try:
-            return TensorSpec.of(tensor).view(tensor.untyped_storage().clone())  # type: ignore[no-untyped-call]
+            spec, size = TensorSpec.of(tensor), tensor.element_size()
+            begin = spec.offset * size // VECTOR_BYTES * VECTOR_BYTES
+            span = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            span.set_(tensor.untyped_storage(), begin, (max(required_nbytes(tensor) - begin, 0),), (1,))
+            return spec._replace(offset=spec.offset - begin // size).view(span.clone().untyped_storage())
         except (NotImplementedError, RuntimeError):  # nested, quantized and functorch tensors are more than a view
             pass
     return tensor.clone()

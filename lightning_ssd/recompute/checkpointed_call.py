@@ -22,7 +22,7 @@ import inspect
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -125,12 +125,8 @@ def recompute(called: Called, told: Callable[[Iterable[int]], None] | None = Non
     Raises:
         ConfigError: the call has edited one of its inputs, which is needed again as it was, or another tensor.
     """
-    block, versions, numbers = called.block, list[int | None](), itertools.count()
-
-    def stand_in(tensor: torch.Tensor, packed: Any) -> _Saved:
-        return _Saved(tensor, packed, versions, next(numbers))
-
-    call = _Call(called, stand_in, _Saved.unpack, told, versions)
+    block = called.block
+    call = _Call(called, _Saved, _Saved.unpack, told)
     probes = _probes_of(called.inputs)
     pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
 
@@ -266,7 +262,6 @@ class _Call:
         stand_in: makes what the graph holds of a saved tensor, of it and of what the checkpoint holds.
         unpack: makes a tensor of that, by what the checkpoint does.
         told: see :func:`recompute`.
-        versions: gets those of what the latest repetition has saved, in order; ``None``: of what has no version.
     """
 
     def __init__(
@@ -275,7 +270,6 @@ class _Call:
         stand_in: Callable[[torch.Tensor, Any], Any],
         unpack: Callable[[Any, Callable[[Any], Any]], Any],
         told: Callable[[Iterable[int]], None] | None = None,
-        versions: list[int | None] | None = None,
     ) -> None:
         inputs = called.inputs
         self.edits: str | None = None
@@ -292,7 +286,6 @@ class _Call:
         self._output: Fingerprint | None = None
         self._stand_in, self._unpack = stand_in, unpack
         self._told = told
-        self._new_versions = [] if versions is None else versions
 
     def begin(self, inputs: CallInputs) -> Any:
         """Run for the first time."""
@@ -338,8 +331,7 @@ class _Call:
         numbers = RandomStates(default_sources(self._devices) if self._saved.has_integers else ())
         again = Fingerprint(full=self._block.full, frontier=self._saved.frontier)
         sizes: dict[int, int] = {}
-        self._new_versions.clear()
-        seen = _seen_by(again, sizes=sizes, versions=self._new_versions)
+        seen = _seen_by(again, sizes=sizes)
 
         def run() -> None:
             with suppress(_StopRecomputationError):  # the checkpoint needs no more
@@ -394,21 +386,14 @@ class _Saved:
     """Stands for a tensor that a call has saved, to be made again.
 
     It is checked and kept as autograd does without hooks.
-    A checkpoint does neither: what is edited in place after it was saved, or after it was made again, would give a
-    gradient where PyTorch raises, and a backward that asks twice for ``ctx.saved_tensors`` would raise where PyTorch
-    gives them.
-
-    Args:
-        tensor: is saved.
-        packed: what the checkpoint makes it of again.
-        versions: of what the latest repetition has saved, in order.
-        number: of this one among them.
+    A checkpoint does neither: what is edited in place after it was saved would give a gradient where PyTorch raises,
+    and a backward that asks twice for ``ctx.saved_tensors`` would raise where PyTorch gives them.
     """
 
-    __slots__ = ("_description", "_given", "_number", "_origin", "_packed", "_probe", "_versions")
+    __slots__ = ("_description", "_given", "_origin", "_packed", "_probe")
 
-    def __init__(self, tensor: torch.Tensor, packed: Any, versions: Sequence[int | None], number: int) -> None:
-        self._packed, self._versions, self._number = packed, versions, number
+    def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
+        self._packed = packed
         self._probe = VersionProbe(tensor) if is_plain(tensor) and not tensor._is_zerotensor() else None
         self._description = tensor.dtype, tensor.device, tensor.shape
         self._origin = None if self._probe is None else Origin.of(tensor)
@@ -423,10 +408,7 @@ class _Saved:
         except CheckpointError:
             if self._given is None:
                 raise
-            tensor = self._given.detach()
-        known = self._versions[self._number] if self._number < len(self._versions) else None
-        if known is not None and tensor._version != known:
-            raise inplace_error(self._description, self._origin, version=tensor._version, expected=known)
+            return self._given.detach()
         # Operations of PyTorch ask once; what Python's have been given lives as long as their node.
         self._given = tensor.detach() if isinstance(torch._C._current_autograd_node(), BackwardCFunction) else None
         return tensor
@@ -439,9 +421,8 @@ def _seen_by(
     stand_in: Callable[[torch.Tensor, Any], Any] = lambda tensor, packed: packed,
     unpack: Callable[[Any, Callable[[Any], Any]], Any] = lambda saved, unpack: unpack(saved),
     sizes: dict[int, int] | None = None,
-    versions: list[int | None] | None = None,
 ) -> Iterator[None]:
-    """Report what is saved meanwhile, and let it go where it would have gone; note sizes of storages, and versions."""
+    """Report what is saved meanwhile, and let it go where it would have gone; note bytes of storages in ``sizes``."""
     hooks = _top_hooks(True)
     if hooks is None:
         raise AssertionError("what a recomputed call computes is never saved")
@@ -452,8 +433,6 @@ def _seen_by(
         if sizes is not None and is_plain(tensor):
             storage = tensor.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
-        if versions is not None:
-            versions.append(tensor._version if is_plain(tensor) else None)
         return stand_in(tensor, pack_it(tensor))
 
     with saved_tensors_hooks(tell, lambda saved: unpack(saved, unpack_it)):

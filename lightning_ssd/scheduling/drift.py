@@ -59,6 +59,7 @@ class DriftDetector:
         self._num_doubts = 0
         self._pause = _FIRST_PAUSE
         self._num_to_skip = 0
+        self._host_bytes = 0  # that a plan was asked for last
 
     def passed(self, known: StoredPlan, measured: Measured, rates: TierRates, *, host_bytes: int = 0) -> str | None:
         """Return why to plan again, or ``None``.
@@ -69,7 +70,9 @@ class DriftDetector:
             rates: of the drives by now.
             host_bytes: host memory that there is by now. More of it is no hiccup.
         """
-        if host_bytes > _MORE_HOST * known.host_bytes and (measured.written_bytes or _may_move_more(known)):
+        is_more = host_bytes > _MORE_HOST * max(known.host_bytes, self._host_bytes)
+        if is_more and (measured.written_bytes or _may_move_more(known)):
+            self._host_bytes = host_bytes
             return f"{host_bytes} bytes of host memory are there, not {known.host_bytes}"
         if self._num_to_skip:
             self._num_to_skip -= 1

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.task import Task
 from lightning_ssd.common.tensors import Region
@@ -157,19 +158,29 @@ class HostArena:
         """
         if not self._ahead or nbytes <= self._wanted_bytes or self.is_foreign:
             return
-        with self._lock:
-            self._wanted_bytes = nbytes
-            if self._is_closing or self._is_locking:  # the thread asks once more what is wanted before it ends
-                return
-            self._is_locking = True
-            task = self._locking = Task(partial(self._lock_what_is_wanted, device), "lightning_ssd-host-lock")
-        try:
-            task.start()
-        except RuntimeError as error:  # there can be no more threads, and training goes on with what is locked
-            self._locking, self._is_locking = None, False
-            _log.warning("no more memory of the host tier is locked: %s", error)
+        with deferring_interrupts():
+            with self._lock:
+                self._wanted_bytes = nbytes
+                if self._is_closing or self._is_locking:  # the thread asks once more what is wanted before it ends
+                    return
+                self._is_locking = True
+                task = self._locking = Task(partial(self._lock_what_is_wanted, device), "lightning_ssd-host-lock")
+            try:
+                task.start()
+            except RuntimeError as error:  # there can be no more threads, and training goes on with what is locked
+                self._locking, self._is_locking = None, False
+                _log.warning("no more memory of the host tier is locked: %s", error)
 
     def _lock_what_is_wanted(self, device: torch.device) -> None:
+        try:
+            self._lock_slabs(device)
+        except BaseException as error:  # closing raises it
+            _log.warning("no more memory of the host tier is locked: %s", error)
+            raise
+        finally:
+            self._say()
+
+    def _lock_slabs(self, device: torch.device) -> None:
         while (slab := self._next_slab()) is not None:
             start, nbytes = slab
             if not touch(self._opened().address + start, nbytes):
@@ -182,8 +193,6 @@ class HostArena:
             with self._lock:
                 self._add_slab(start, nbytes)
             time.sleep(_PAUSE_S)
-        self._locked_bytes = self.size_bytes
-        self._say()
 
     def _next_slab(self) -> tuple[int, int] | None:
         """Take memory for the next slab to lock ahead: where it begins, and its bytes. ``None``: all is there."""
@@ -194,6 +203,8 @@ class HostArena:
             if left > 0 and not self._is_closing:
                 nbytes = self._take(start, PAGE_BYTES, min(left, _AHEAD_BYTES))
             self._is_locking = nbytes > 0
+            if not nbytes:
+                self._locked_bytes = start
         return (start, nbytes) if nbytes else None
 
     def prepare(self, extent: Extent, device: torch.device) -> None:
@@ -247,8 +258,9 @@ class HostArena:
                 for start in starts:
                     unlock_memory(block.address + start, self._device)
                 self._share.close()
+            self._locking = None
         if locking is not None:
-            locking.result()  # raises what has failed there
+            locking.result()  # raises what has failed there, once
 
     def _opened(self) -> MappedBlock:
         if self.is_foreign:

@@ -45,6 +45,7 @@ def test_more_host_memory_is_a_reason_where_a_plan_lacks_it(there, plan, written
     seen = replace(AS_PREDICTED, written_bytes=written)
     told = watch.passed(plan, seen, RATES, host_bytes=there)
     assert told == ("101 bytes of host memory are there, not 80" if there == 101 else None)
+    assert watch.passed(plan, seen, RATES, host_bytes=there) is None, "it was asked for"
     assert watch.passed(plan, seen, RATES, host_bytes=100) is None
 
 
