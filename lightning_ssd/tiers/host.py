@@ -64,8 +64,7 @@ class HostTier(Tier):
         num_workers: int = DEFAULT_WORKERS,
     ) -> None:
         self.copies = copies
-        self._locked_for = ahead
-        self.arena = HostArena(room, pin=pin, ahead=ahead is not None)
+        self.arena = HostArena(room, pin=pin, ahead=ahead)
         super().__init__(
             ArenaMover(self.arena, copies),
             [self.arena],
@@ -84,8 +83,7 @@ class HostTier(Tier):
 
     def lock_ahead(self, nbytes: int) -> None:
         """Have at least so much memory, if it is locked ahead; see :meth:`HostArena.lock_ahead`."""
-        if self._locked_for is not None:
-            self.arena.lock_ahead(nbytes, self._locked_for)
+        self.arena.lock_ahead(nbytes)
 
     @property
     def memory_bytes(self) -> int:

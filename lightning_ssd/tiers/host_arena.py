@@ -43,7 +43,7 @@ class HostArena:
     Args:
         room: most memory to take, in bytes; or a budget that others take from, too, each as it grows.
         pin: lock slabs for CUDA. Where that fails it goes on without, with one warning.
-        ahead: have no memory but what :meth:`lock_ahead` has locked, so that no one waits for the driver.
+        ahead: have no memory but what :meth:`lock_ahead` has locked for this device: no one waits for the driver.
         growth_bytes: first and smallest slab; later ones are a quarter of the size, at most 256 MiB.
 
     Raises:
@@ -55,7 +55,7 @@ class HostArena:
         room: int | HostMemoryBudget,
         *,
         pin: bool,
-        ahead: bool = False,
+        ahead: torch.device | None = None,
         growth_bytes: int = _FIRST_GROWTH_BYTES,
     ) -> None:
         host_budget = HostMemoryBudget(room) if isinstance(room, int) else room
@@ -93,7 +93,7 @@ class HostArena:
         """Most memory that it may have: what it has, and what others and the system leave; ahead, what it had when all
         that was wanted was locked.
         """
-        if self._ahead:
+        if self._ahead is not None:
             return self._locked_bytes
         return min(self._limit_bytes, self._share.nbytes + self._share.host_budget.left_bytes)
 
@@ -126,7 +126,7 @@ class HostArena:
                     return Extent(0, 0)
                 try:
                     extent = self._extents.allocate(nbytes)
-                    if extent is None and not self._ahead and self._grow(nbytes):
+                    if extent is None and self._ahead is None and self._grow(nbytes):
                         extent = self._extents.allocate(nbytes)
                 except BaseException:
                     self._extents.recover()
@@ -147,16 +147,15 @@ class HostArena:
         if extent.nbytes and self._block is not None and not self.is_foreign:
             self._extents.free(extent)
 
-    def lock_ahead(self, nbytes: int, device: torch.device) -> None:
+    def lock_ahead(self, nbytes: int) -> None:
         """Have at least so many bytes locked, as far as there is room. Returns at once: a thread of its own locks them.
 
         It touches each slab first, which takes most of the time, and not the driver's. Steps go on meanwhile.
 
         Args:
             nbytes: in all.
-            device: that copies from and to them.
         """
-        if not self._ahead or nbytes <= self._wanted_bytes or self.is_foreign:
+        if self._ahead is None or nbytes <= self._wanted_bytes or self.is_foreign:
             return
         with deferring_interrupts():
             with self._lock:
@@ -164,7 +163,7 @@ class HostArena:
                 if self._is_closing or self._is_locking:  # the thread asks once more what is wanted before it ends
                     return
                 self._is_locking = True
-                task = self._locking = Task(partial(self._lock_what_is_wanted, device), "lightning_ssd-host-lock")
+                task = self._locking = Task(partial(self._lock_what_is_wanted, self._ahead), "lightning_ssd-host-lock")
             try:
                 task.start()
             except RuntimeError as error:  # there can be no more threads, and training goes on with what is locked
@@ -209,7 +208,7 @@ class HostArena:
 
     def prepare(self, extent: Extent, device: torch.device) -> None:
         """Lock the slabs under an extent where that has not been done; takes long for each new slab."""
-        if self._ahead:  # it was done, and the next slab may be in the driver
+        if self._ahead is not None:  # it was done, and the next slab may be in the driver
             return
         with self._pin_lock:
             with self._lock:

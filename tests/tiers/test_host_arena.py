@@ -148,7 +148,7 @@ class TestLockingAhead:
     @pytest.fixture
     def opens(self):
         with ExitStack() as stack:
-            yield lambda room: stack.enter_context(closing(HostArena(room, pin=True, ahead=True)))
+            yield lambda room: stack.enter_context(closing(HostArena(room, pin=True, ahead=CPU)))
 
     def test_what_is_not_locked_is_no_room(self, driver, opens):
         driver.may_go.set()
@@ -157,7 +157,7 @@ class TestLockingAhead:
         arena = opens(host_budget)
         assert arena.allocate(1) is None
         assert arena.capacity_bytes == 0
-        arena.lock_ahead(9 * MIB, CPU)
+        arena.lock_ahead(9 * MIB)
         wait_until(lambda: arena.capacity_bytes == 10 * MIB)
         assert list(driver.locked.values()) == pages == [4 * MIB, 4 * MIB, 2 * MIB], "touched before the driver got it"
         assert set(driver.threads) == {AHEAD}
@@ -165,7 +165,7 @@ class TestLockingAhead:
         assert address(arena, extent) == min(driver.locked)
         assert arena.allocate(1) is None, "an allocation takes no memory"
         arena.prepare(extent, CPU)
-        arena.lock_ahead(3 * MIB, CPU)
+        arena.lock_ahead(3 * MIB)
         assert len(driver.calls) == 3
         assert host_budget.left_bytes == 54 * MIB
         arena.close()
@@ -174,18 +174,18 @@ class TestLockingAhead:
 
     def test_no_lock_of_ours_is_held_meanwhile(self, driver, opens):
         arena = opens(64 * MIB)
-        arena.lock_ahead(4 * MIB, CPU)
+        arena.lock_ahead(4 * MIB)
         assert driver.begun.wait(PATIENCE_S)
         assert arena.allocate(1) is None
         arena.prepare(Extent(0, MIB), CPU)
         assert arena.used_bytes == arena.capacity_bytes == 0
-        arena.lock_ahead(8 * MIB, CPU)  # more, in the midst of it
+        arena.lock_ahead(8 * MIB)  # more, in the midst of it
         driver.may_go.set()
         wait_until(lambda: arena.capacity_bytes == 8 * MIB)
 
     def test_closing_waits_for_one_slab(self, driver, opens):
         arena = opens(64 * MIB)
-        arena.lock_ahead(64 * MIB, CPU)
+        arena.lock_ahead(64 * MIB)
         assert driver.begun.wait(PATIENCE_S)
         closing = threading.Thread(target=arena.close)
         closing.start()
@@ -194,14 +194,14 @@ class TestLockingAhead:
         driver.may_go.set()
         closing.join()
         assert driver.locked == {}
-        arena.lock_ahead(128 * MIB, CPU)
+        arena.lock_ahead(128 * MIB)
         assert [kind for kind, *_ in driver.calls] == ["lock", "unlock"]
 
     def test_what_cuda_does_not_lock_is_used_all_the_same(self, driver, opens, caplog):
         driver.may_go.set()
         driver.codes = iter((2,))
         arena = opens(64 * MIB)
-        arena.lock_ahead(12 * MIB, CPU)
+        arena.lock_ahead(12 * MIB)
         wait_until(lambda: arena.capacity_bytes == 12 * MIB)
         arena._locking.wait()
         assert len(driver.calls) == 1
@@ -218,7 +218,7 @@ class TestLockingAhead:
             owner = MappedBlock if refuses == "make_usable" else host_arena
             real = getattr(owner, refuses)
             monkeypatch.setattr(owner, refuses, lambda *args: arena.size_bytes < 4 * MIB and real(*args))
-        arena.lock_ahead(64 * MIB, CPU)
+        arena.lock_ahead(64 * MIB)
         arena._locking.wait()
         assert arena.capacity_bytes == (6 * MIB if refuses == "budget" else 4 * MIB)
         assert host_budget.left_bytes == (0 if refuses == "budget" else 60 * MIB)
@@ -226,20 +226,20 @@ class TestLockingAhead:
 
     def test_a_fork_locks_nothing(self, driver, opens):
         arena = opens(64 * MIB)
-        assert in_a_fork(lambda: (arena.lock_ahead(4 * MIB, CPU), arena.close())) == 0
+        assert in_a_fork(lambda: (arena.lock_ahead(4 * MIB), arena.close())) == 0
         assert arena._locking is None
 
     def test_it_goes_on_without_a_thread(self, driver, opens, monkeypatch, caplog):
         monkeypatch.setattr(threading.Thread, "start", lambda thread: raises(RuntimeError("can't start new thread")))
         arena = opens(64 * MIB)
-        arena.lock_ahead(4 * MIB, CPU)
+        arena.lock_ahead(4 * MIB)
         assert caplog.messages == ["no more memory of the host tier is locked: can't start new thread"]
         assert arena.allocate(1) is None
 
     def test_an_error_is_raised_at_close(self, monkeypatch):
-        arena = HostArena(64 * MIB, pin=True, ahead=True)
+        arena = HostArena(64 * MIB, pin=True, ahead=CPU)
         monkeypatch.setattr(mmap.torch.cuda, "cudart", lambda: 1 / 0)
-        arena.lock_ahead(4 * MIB, CPU)
+        arena.lock_ahead(4 * MIB)
         with pytest.raises(ZeroDivisionError):
             arena.close()
         assert arena._block is None
