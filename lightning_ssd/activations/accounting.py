@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_ssd.activations.saved_storage import SavedStorage
     from lightning_ssd.tiers.base import StoredBytes
 
-__all__ = ["NO_LEASE", "Death", "MemoryAccounting"]
+__all__ = ["MemoryAccounting", "Watched"]
 
 _MAX_PEAKS = 64
 
@@ -59,13 +59,14 @@ class MemoryAccounting:
         self.recorder: StepRecorder | None = None  # of the step under way; none: no one is recorded
         self.leaving: deque[SavedStorage] = deque()
         """Records that have let go of their memory. It counts until the program holds it no more, either."""
-        self.watched: dict[int, Death] = {}
+        self.watched: dict[int, SavedStorage | KeptStorage] = {}
+        """Those that count, by their ``id``."""
         self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
         """The last record of each storage, by its ``cdata``. Hooks add to it without the lock."""
         self.unwanted: deque[StoredBytes] = deque()
         """Places on tiers that are to be freed."""
-        self.notes: deque[Death | KeptStorage | SavedStorage] = deque()
-        """Hooks note what they save, and leases note their deaths, without the lock. They count in this order."""
+        self.notes: deque[KeptStorage | SavedStorage] = deque()
+        """Hooks note what they save, and its death notes it again, without the lock. They count in this order."""
         self.note = self.notes.append  # the same object for all: each would be one more for the garbage collector
 
     # -- callers of the following hold the lock ------------------------------------------------------------------
@@ -99,7 +100,7 @@ class MemoryAccounting:
 
     def recount(self) -> None:
         """Add up again what is there: an interrupt may have come between a change and its count."""
-        live = [death.record for death in self.watched.values()]
+        live = list(self.watched.values())
         self.saved_bytes = sum(record.nbytes for record in live)
         self.ahead_bytes = sum(record.nbytes for record in live if record.ahead)
         self.counters.resident_bytes = sum(record.nbytes for record in live if record.is_resident)
@@ -151,13 +152,14 @@ class MemoryAccounting:
         counters.settled_peak_bytes = counters.recomputed_bytes = self._num_passes = 0
         self._peaks.clear()
 
-    def occupy(self, record: SavedStorage | KeptStorage) -> None:
-        """Memory was taken for a saved storage."""
+    def occupy(self, *records: SavedStorage) -> None:
+        """Memory was taken for saved storages."""
         counters = self.counters
-        counters.resident_bytes += record.nbytes
-        self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
-        if self.recorder is not None:
-            self.recorder.entered(id(record), record.nbytes)
+        for record in records:
+            counters.resident_bytes += record.nbytes
+            self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
+            if self.recorder is not None:
+                self.recorder.entered(id(record), record.nbytes)
         if counters.resident_bytes > counters.resident_peak_bytes or counters.resident_bytes > self.window_peak_bytes:
             self._rise()
 
@@ -168,15 +170,17 @@ class MemoryAccounting:
         counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
         self.window_peak_bytes = max(self.window_peak_bytes, counters.resident_bytes)
 
-    def vacate(self, record: SavedStorage | KeptStorage) -> None:
-        """Memory of a saved storage has gone."""
-        self.counters.resident_bytes -= record.nbytes
-        self._away_on_host_bytes += record.nbytes if record.is_on_host else 0
-        if self.recorder is not None:
-            self.recorder.left(id(record), record.nbytes)
+    def vacate(self, *records: SavedStorage | KeptStorage) -> None:
+        """Memory of saved storages has gone."""
+        for record in records:
+            self.counters.resident_bytes -= record.nbytes
+            self._away_on_host_bytes += record.nbytes if record.is_on_host else 0
+            if self.recorder is not None:
+                self.recorder.left(id(record), record.nbytes)
 
     def sweep(self, num_records: int = 4) -> None:
         """Look at some of those that are leaving: has their memory gone by now?"""
+        gone: list[SavedStorage] = []
         leaving, is_gone = self.leaving, torch.UntypedStorage._expired
         for _ in range(min(num_records, len(leaving))):
             record = leaving.popleft()
@@ -186,49 +190,51 @@ class MemoryAccounting:
                 leaving.append(record)
             else:
                 record.state = State.ON_DISK
-                self.vacate(record)
+                gone.append(record)
+        self.vacate(*gone)
 
     def sweep_all(self) -> None:
         """Look at all that are leaving."""
         self.sweep(len(self.leaving))
 
     def settle(self) -> None:
-        """Work off the notes, in order: count what hooks have kept; free the extents of what is dead."""
-        notes, watched = self.notes, self.watched
+        """Work off the notes, in order: count what hooks have saved; free the extents of what is dead.
+
+        Written out, since each call within would be one for each storage.
+        """
+        notes, watched, by_storage, recorder = self.notes, self.watched, self.by_storage, self.recorder
         while notes:
-            note = notes[0]
-            if isinstance(note, Death):
-                record, key = note.record, id(note)
-                if self.recorder is not None and key in watched:  # first: that its memory goes is no journey
-                    self.recorder.freed(id(record), record.nbytes, None if record.tier is None else record.tier.name)
+            record = notes[0]
+            key = id(record)
+            # One without a state was never opened: others had saved its storage, or an interrupt came.
+            if key not in watched and getattr(record, "state", State.FREED) is not State.FREED:
+                self.opened(record)
+                watched[key] = record
+            if record() is None and key in watched:
+                nbytes = record.nbytes
+                if recorder is not None:  # first: that its memory goes is no journey
+                    recorder.freed(key, nbytes, None if record.tier is None else record.tier.name)
                 record.free()
-                if self.by_storage.get(record.cdata) is record:
-                    self.by_storage.pop(record.cdata, None)
+                if by_storage.get(record.cdata) is record:
+                    by_storage.pop(record.cdata, None)
                 if watched.pop(key, None) is not None:
-                    self.saved_bytes -= record.nbytes
-                    self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
-            elif id(note.lease) not in watched:
-                self.opened(note)
-                watched[id(note.lease)] = note.lease
+                    self.saved_bytes -= nbytes
+                    self._away_on_host_bytes -= nbytes if record.is_on_host else 0
             notes.popleft()  # last: an interrupted call is made good by the next one
         if self.unwanted:
             self.free_unwanted()
-        self.sweep()
+        if self.leaving:
+            self.sweep()
 
 
-class Death(weakref.ref[Any]):
-    """The death of a lease. Held by us: one that dies together with its lease is never noted. See "What happens when a
-    lease dies" in ``activations/saved_storage.py``.
+class Watched(weakref.ref[Any]):
+    """A saved storage, as a weak reference to what autograd holds of it, so that its death is noted in C.
+
+    Held by us: one that dies together with what it refers to is never noted. See "What happens when a lease dies" in
+    ``activations/saved_storage.py``. Two are equal only if they are the same: of weak references that is not so.
     """
 
-    __slots__ = ("record",)
+    __slots__ = ()
 
-    record: SavedStorage | KeptStorage
-
-
-class _Nothing:
-    """Is dead at once."""
-
-
-NO_LEASE = Death(_Nothing())
-"""In the place of one that is over, because the death and its record refer to each other."""
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__

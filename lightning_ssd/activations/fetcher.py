@@ -144,6 +144,8 @@ class Fetcher:
         """Note what hooks have given backward. The lock is held."""
         while self.given:
             record = self.given.popleft()
+            if record.state is State.FREED:  # by now: nothing of it is left to note
+                continue
             if record.home is not None:
                 record.home.asked_for(record, 0.0, self._passes.book)
             self._note_one(record)
@@ -261,7 +263,7 @@ class Fetcher:
                 self._read_ahead(current, group, position)
                 return False
             if state is not State.ON_DISK and record.forward():  # else its memory has gone for certain
-                record.hold_ahead()
+                record.hold_ahead([record])
                 continue
             is_full = group_bytes + nbytes > _GROUP_BYTES or len(group) == _GROUP_STORAGES
             if group and (is_full or record.tier is not group[0].tier):
@@ -293,8 +295,7 @@ class Fetcher:
                 # No unpack waits for these yet: look less far ahead, and let the unpack ask for them.
                 self._budget.out_of_memory()
                 return False
-            for record in group:
-                record.hold_ahead()
+            SavedStorage.hold_ahead(group)
         current.next_ahead = position
         return True
 

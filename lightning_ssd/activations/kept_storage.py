@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_ssd.activations.accounting import NO_LEASE, Death
+from lightning_ssd.activations.accounting import Watched
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.inplace_edits import owner_of, resized_error
 from lightning_ssd.common.tensors import required_nbytes
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["KeptStorage", "Share", "check_not_resized", "open_kept"]
 
 
-class KeptStorage:
-    """One storage that stays until its graph lets go. :func:`open_kept` makes it."""
+class KeptStorage(Watched):
+    """One storage that stays until its graph lets go of its share. :func:`open_kept` makes it."""
 
-    __slots__ = ("accounting", "cdata", "home", "index", "lease", "nbytes", "owner", "state", "version")
+    __slots__ = ("accounting", "cdata", "home", "index", "nbytes", "owner", "state", "version")
 
     ahead = is_on_host = False
     stays = True
@@ -37,8 +37,6 @@ class KeptStorage:
     home: SavedPass | None
     index: int
     """In the pack order of its pass."""
-    lease: Death
-    """Refers to the share, weakly, and to this."""
     nbytes: int
     owner: weakref.ref[torch.Tensor]
     """Whose version counter the saved tensors have."""
@@ -62,7 +60,6 @@ class KeptStorage:
         if self.is_resident:
             self.accounting.vacate(self)
         self.state = State.FREED
-        self.lease = NO_LEASE  # the death and this refer to each other
 
 
 class Share:
@@ -86,18 +83,16 @@ def open_kept(
         nbytes: of the storage.
         packed_s: by ``time.perf_counter``.
     """
-    record, share = KeptStorage(), Share()  # without methods of their own to begin them: this is the hot path
+    share = Share()  # without methods of their own to begin them: this is the hot path
+    share.record = record = KeptStorage(share, accounting.note)
     record.accounting = accounting
     record.cdata = cdata
     record.nbytes = nbytes
     record.index = len(current.records)
-    record.state = State.KEPT
     record.owner = weakref.ref(owner)
     record.version = owner._version
-    share.record = record
-    record.lease = death = Death(share, accounting.note)
-    death.record = record
-    record.home = current  # right before: no interrupt comes in between
+    record.home = current
+    record.state = State.KEPT  # right before: no interrupt comes in between
     current.records.append(record)
     current.sizes.append(nbytes)
     current.packed_s.append(packed_s)  # last of three: a pass with lists of several lengths was interrupted

@@ -29,6 +29,7 @@ from lightning_ssd.activations.kept_storage import (
 from lightning_ssd.activations.kept_tensor import edited_error, give_back, keep
 from lightning_ssd.activations.saved_storage import SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
+from lightning_ssd.common.inplace_edits import empty_of
 from lightning_ssd.common.tensors import PLAIN_TYPES
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.scheduling.plan_cursor import PassProgram
@@ -80,7 +81,7 @@ def hooks_of(
     )
     num_expected, left_bytes = len(expected), 0
     clock, current_node, strided, plain = time.perf_counter, torch._C._current_autograd_node, torch.strided, PLAIN_TYPES
-    empty, getpid, pid = torch.empty, os.getpid, os.getpid()
+    getpid, pid = os.getpid, os.getpid()
     given, given_bytes, budget, protect = fetcher.given, 0, cache.budget, cache.copies.protect
     is_host = not cache.copies.is_asynchronous
     KEPT, TAKEN_BACK, RELOADED = State.KEPT, State.TAKEN_BACK, State.RELOADED
@@ -138,7 +139,7 @@ def hooks_of(
                     share = open_kept(accounting, current, owner, cdata, whole, begin_s)
                     left_bytes -= whole
         elif type(record) is KeptStorage and record.nbytes == whole and record.is_same_value(tensor):
-            share = record.lease()
+            share = record()
         elif type(record) is SavedStorage and record.nbytes == whole and current.follows and tensor.requires_grad:
             # Over the same bytes there may be a nested tensor, which tells no size.
             may_be_again = (nbytes == whole or is_view) and not tensor.is_nested and getpid() == pid
@@ -190,11 +191,11 @@ def hooks_of(
                 wanted[index] = begin_s
                 order.append(index)
             rebuilt: torch.Tensor = alias.detach()
-            rebuilt.data = empty(0, dtype=dtype, device=device).set_(memory, offset, size, stride)
+            rebuilt.data = empty_of(dtype, device).detach().set_(memory, offset, size, stride)
             if not is_host:
                 protect(rebuilt)
             if node_name is None or held or isinstance(current_node(), BackwardCFunction):
-                rebuilt = handed_out.give(rebuilt, moved.lease if node_name is None else None)
+                rebuilt = handed_out.give(rebuilt, moved if node_name is None else None)
             given.append(moved)
             given_bytes += moved.nbytes
             if len(given) >= MAX_GIVEN or MIN_LOOKS * given_bytes >= budget.nbytes:
@@ -221,7 +222,7 @@ def hooks_of(
             wanted[record.index] = clock()
             order.append(record.index)
         if held or isinstance(current_node(), BackwardCFunction):
-            return handed_out.give(tensor, None if len(packed) > _LEN_OF_LEAF + 1 else record.lease)
+            return handed_out.give(tensor, None if len(packed) > _LEN_OF_LEAF + 1 else record)
         return tensor
 
     return pack, unpack

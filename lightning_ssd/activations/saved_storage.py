@@ -23,15 +23,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lightning_ssd.activations.accounting import NO_LEASE, Death, MemoryAccounting
+from lightning_ssd.activations.accounting import MemoryAccounting, Watched
 from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.storage_state import AWAY, READY, State
-from lightning_ssd.common.inplace_edits import Origin, VersionProbe
+from lightning_ssd.common.inplace_edits import Origin, Probe, probed
 from lightning_ssd.common.tensors import StorageKey, TensorSpec, is_released, new_tuple
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.tiers.base import NoMemoryToReadError, ReadEnd, ReadRequest, StoredBytes, WriteEnd, WriteRequest
@@ -42,15 +41,40 @@ from lightning_ssd.tiers.tier import Tier
 if TYPE_CHECKING:
     from lightning_ssd.activations.saved_pass import SavedPass
 
-__all__ = ["Lease", "SavedStorage", "SavedTensor", "open_saved", "shows_all"]
+__all__ = ["Lease", "SavedStorage", "SavedTensor", "begin_saved", "open_saved", "shows_all"]
 
 
-@dataclass(init=False, repr=False, eq=False, slots=True)
-class SavedStorage(VersionProbe):
+class SavedStorage(Watched, Probe):
     """One storage that autograd saved, whatever number of tensors over it; the probe of the first one.
 
-    :func:`open_saved` begins it.
+    A weak reference to its lease, which it returns as long as that lives. :func:`open_saved` begins it.
     """
+
+    __slots__ = (
+        "accounting",
+        "ahead",
+        "alias",
+        "cdata",
+        "error",
+        "home",
+        "identity",
+        "index",
+        "is_on_host",
+        "is_whole",
+        "key",
+        "mark",
+        "nbytes",
+        "num_tensors",
+        "num_unpacked",
+        "operation",
+        "owner",
+        "produced",
+        "read",
+        "saved",
+        "state",
+        "stored",
+        "tier",
+    )
 
     stays = False
     accounting: MemoryAccounting
@@ -64,7 +88,6 @@ class SavedStorage(VersionProbe):
     index: int
     is_on_host: bool  # whether it goes to host memory, and so to no drive
     key: StorageKey
-    lease: Death  # gives the lease, as long as it lives
     mark: StreamEvent | None
     """The memory that was read last is there once this has passed. The mark stays when the memory is dropped, which may
     be found alive (a tier holds it until its copy has passed) and handed out."""
@@ -82,12 +105,12 @@ class SavedStorage(VersionProbe):
     @property
     def storage(self) -> torch.UntypedStorage | None:
         """The memory, while we hold it; ``None`` too once the lease is dead, even if the program holds it."""
-        lease = self.lease()
+        lease = self()
         return None if lease is None else lease.storage
 
     @storage.setter
     def storage(self, storage: torch.UntypedStorage | None) -> None:
-        lease = self.lease()
+        lease = self()
         if lease is not None:
             lease.storage = storage
 
@@ -121,7 +144,7 @@ class SavedStorage(VersionProbe):
         """Whether it was to stay, has never been sent anywhere, and no thread is about to unpack it once more."""
         if self.state is not State.KEPT or 0 < self.num_unpacked < self.num_tensors:
             return False
-        lease = self.lease()
+        lease = self()
         return lease is not None and lease.storage is not None and (self.operation is None or self.is_filled())
 
     def is_filled(self) -> bool:
@@ -212,14 +235,14 @@ class SavedStorage(VersionProbe):
             for record, before in zip(records, before_it, strict=True):
                 record.state = before
             raise
-        for record, before in zip(records, before_it, strict=True):
-            if before is State.LEAVING:  # its former memory has gone, only it was not looked at yet
-                record.accounting.vacate(record)
-            record.accounting.occupy(record)
+        accounting = records[0].accounting
+        # Of those that were leaving the former memory has gone, only they were not looked at yet.
+        accounting.vacate(*[one for one, before in zip(records, before_it, strict=True) if before is State.LEAVING])
+        accounting.occupy(*records)
 
     def drop_copy(self) -> None:
         """RELOADED -> LEAVING: the tier still has the bytes."""
-        lease = self.lease()
+        lease = self()
         if self.state is State.RELOADED and lease is not None and lease.storage is not None:
             self._leave(lease)
 
@@ -229,11 +252,13 @@ class SavedStorage(VersionProbe):
         self.state = State.LEAVING
         lease.storage = None
 
-    def hold_ahead(self) -> None:
-        """Count this towards the prefetch budget until it is asked for."""
-        if not self.ahead:
-            self.ahead = True
-            self.accounting.ahead_bytes += self.nbytes
+    @staticmethod
+    def hold_ahead(records: Sequence[SavedStorage]) -> None:
+        """Count these towards the prefetch budget until they are asked for."""
+        for record in records:
+            if not record.ahead:
+                record.ahead = True
+                record.accounting.ahead_bytes += record.nbytes
 
     def asked_for(self) -> None:
         """Count the memory as in use from now on, not as ahead: autograd unpacks."""
@@ -250,7 +275,8 @@ class SavedStorage(VersionProbe):
         """
         state, home = self.state, self.home
         if self.ahead:
-            self.asked_for()
+            self.ahead = False
+            self.accounting.ahead_bytes -= self.nbytes
         if state is State.QUEUED:
             self.accounting.writes_gone([self])
         if home is not None and home.recorder is not None:
@@ -262,7 +288,6 @@ class SavedStorage(VersionProbe):
         if state is not State.ON_DISK and state is not State.FREED:
             self.accounting.vacate(self)
         self.state = State.FREED
-        self.lease = NO_LEASE
         if self.stored is not None and self.read is None:
             self.accounting.unwanted.append(self.stored)
             self.stored = None
@@ -276,7 +301,7 @@ class SavedStorage(VersionProbe):
         with records[0].accounting.lock:
             for record in records:
                 # Asked once: the lease may die between two questions, and the receiver of a storage ends its write.
-                lease = record.lease()
+                lease = record()
                 storage: torch.UntypedStorage | None = None if lease is None else lease.storage
                 if record.state is State.QUEUED and storage is not None:
                     record.state = State.WRITING
@@ -309,7 +334,7 @@ class SavedStorage(VersionProbe):
                         counters.bytes_host += stored.body_nbytes
                     else:
                         counters.bytes_written += stored.body_nbytes
-                    lease = record.lease()
+                    lease = record()
                     storage = None if lease is None else lease.storage
                     held.append((lease, storage))
                     if (
@@ -346,7 +371,7 @@ class SavedStorage(VersionProbe):
         with accounting.lock:
             accounting.settle()
             for record, storage, mark, error in ends:
-                lease, stored, record.read = record.lease(), record.stored, None
+                lease, stored, record.read = record(), record.stored, None
                 if error is not None:
                     record._read_failed(error)
                 elif stored is not None and storage is not None:  # else it was freed, after an interrupt
@@ -390,29 +415,42 @@ class Lease:
     storage: torch.UntypedStorage | None
 
 
+def begin_saved(accounting: MemoryAccounting, tensor: torch.Tensor) -> Lease:
+    """Watch a tensor whose storage may move. Counts nowhere before :func:`open_saved`.
+
+    Args:
+        accounting: of all saved storages.
+        tensor: the first saved one over its storage.
+    """
+    lease = Lease()
+    lease.record = record = SavedStorage(lease, accounting.note)
+    record.alias, record.owner, record.saved = probed(tensor)
+    return lease
+
+
 def open_saved(
     accounting: MemoryAccounting,
     current: SavedPass,
-    record: SavedStorage,
+    lease: Lease,
     storage: torch.UntypedStorage,
     nbytes: int,
     is_whole: bool,
     produced: StreamEvent = PASSED,
     operation: Operation | None = None,
-) -> Lease:
-    """Begin to watch a storage that may move, and add it to its pass. Takes no lock: settling counts it.
+) -> SavedStorage:
+    """Add a storage that may move to its pass, and return its record. Takes no lock: settling counts it.
 
     Args:
         accounting: of all saved storages.
         current: the pass that saves it.
-        record: of the storage, which is made for the first saved tensor over it.
+        lease: held by the saved tensors over it.
         storage: with the bytes.
         nbytes: of the storage.
         is_whole: whether the tensor shows all of it.
         produced: its bytes are there once this has passed.
         operation: that may fill it.
     """
-    lease = Lease()  # what begins these has no methods of their own: this is the hot path
+    record = lease.record
     record.accounting = accounting
     record.key = record.identity = key = StorageKey(storage)
     record.cdata = key.cdata
@@ -420,15 +458,12 @@ def open_saved(
     record.is_whole = is_whole
     record.produced = produced
     record.index = len(current.records)
-    record.state = State.KEPT
     record.operation = operation
-    record.tier = record.stored = record.read = record.error = record.mark = record.home = None
+    record.tier = record.stored = record.read = record.error = record.mark = None
     record.is_on_host = record.ahead = False
     record.num_tensors = record.num_unpacked = 0
-    lease.record, lease.storage = record, storage
-    record.lease = death = Death(lease, accounting.note)
-    death.record = record
-    record.home = current  # right before: no interrupt comes in between
+    lease.storage, record.home = storage, current
+    record.state = State.KEPT  # right before: no interrupt comes in between
     current.records.append(record)
     current.sizes.append(nbytes)
     if current.recorder is not None:
@@ -436,7 +471,7 @@ def open_saved(
     current.packed_s.append(time.perf_counter())  # last: a pass with lists of several lengths was interrupted
     accounting.by_storage[record.cdata] = record
     accounting.notes.append(record)
-    return lease
+    return record
 
 
 def shows_all(tensor: torch.Tensor, nbytes: int) -> bool:
@@ -463,9 +498,9 @@ class SavedTensor(NamedTuple):
     """
 
     lease: Lease
-    probe: VersionProbe
+    probe: Probe
     dtype: torch.dtype
-    size: tuple[int, ...]
+    size: torch.Size
     stride: tuple[int, ...]
     offset: int
     is_conj: bool
@@ -475,7 +510,7 @@ class SavedTensor(NamedTuple):
     output_nr: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, lease: Lease, probe: VersionProbe) -> SavedTensor:
+    def of(cls, tensor: torch.Tensor, lease: Lease, probe: Probe) -> SavedTensor:
         """Describe a tensor over the storage of a lease."""
         node = tensor.grad_fn
         made: SavedTensor = new_tuple(
@@ -484,7 +519,7 @@ class SavedTensor(NamedTuple):
                 lease,
                 probe,
                 tensor.dtype,
-                tuple(tensor.size()),
+                tensor.size(),
                 tensor.stride(),
                 tensor.storage_offset(),
                 tensor.is_conj(),
@@ -498,7 +533,7 @@ class SavedTensor(NamedTuple):
     @property
     def spec(self) -> TensorSpec:
         """How it is rebuilt over its storage."""
-        return TensorSpec(self.dtype, torch.Size(self.size), self.stride, self.offset, self.is_conj, self.is_neg)
+        return TensorSpec(self.dtype, self.size, self.stride, self.offset, self.is_conj, self.is_neg)
 
     @property
     def origin(self) -> Origin | None:

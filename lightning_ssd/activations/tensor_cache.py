@@ -32,7 +32,14 @@ from lightning_ssd.activations.parameter_filter import ParameterStorages
 from lightning_ssd.activations.replay import DATA_PARTS, MIN_DATA_BYTES, hooks_of
 from lightning_ssd.activations.run_ahead import RunAhead
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.activations.saved_storage import Lease, SavedStorage, SavedTensor, open_saved, shows_all
+from lightning_ssd.activations.saved_storage import (
+    Lease,
+    SavedStorage,
+    SavedTensor,
+    begin_saved,
+    open_saved,
+    shows_all,
+)
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.activations.write_group import WriteGroup
 from lightning_ssd.common.formatting import format_sizes
@@ -573,14 +580,16 @@ class TensorCache:
                 return packed
         # All that PyTorch is asked for comes first: it lets go of the GIL, which a worker that has just been told of a
         # write would hold while this thread, and the cores that compute for it, wait.
-        new = SavedStorage(tensor)
+        new = begin_saved(self.accounting, tensor)
         while True:
             with self.accounting.lock:
                 self.accounting.settle()
-                lease = self._find(tensor, storage, nbytes, new.saved)
+                lease = self._find(tensor, storage, nbytes, new.record.saved)
                 room = self._admit(current, nbytes) if lease is None else None
                 if room is None:
-                    lease = lease or self._open(current, tensor, storage, new, placement)
+                    if lease is None:
+                        lease = new
+                        self._open(current, tensor, storage, new, placement)
                     lease.record.num_tensors += 1
                     break
             if not self.fetcher.wait_for_room(nbytes, room):
@@ -605,12 +614,12 @@ class TensorCache:
             placement: where it goes.
         """
         begin_s, waited_s, nbytes = time.perf_counter(), self._stalls.waited_s, storage.nbytes()
-        record = SavedStorage(tensor)
+        lease = begin_saved(self.accounting, tensor)
         mark = self.copies.mark() if self.copies.is_asynchronous else PASSED
         operation = None if tensor.requires_grad else Operation.current()
         # Asked here first: a call takes as long as the answer.
         is_whole = (tensor.nbytes == nbytes and tensor.is_contiguous()) or shows_all(tensor, nbytes)
-        lease = open_saved(self.accounting, current, record, storage, nbytes, is_whole, mark, operation)
+        record = open_saved(self.accounting, current, lease, storage, nbytes, is_whole, mark, operation)
         record.num_tensors = 1
         if self._group.add(record, placement, self.accounting.most_saved_bytes):
             with self.accounting.lock:
@@ -634,7 +643,7 @@ class TensorCache:
             record: of the storage.
             tensor: is saved, and a gradient goes to it.
         """
-        lease = record.lease()
+        lease = record()
         if lease is None or not record.is_same_value(tensor._version, tensor) or record.alias.dtype != tensor.dtype:
             return None
         if not record.is_whole:
@@ -660,7 +669,7 @@ class TensorCache:
     def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage, nbytes: int, version: int) -> Lease | None:
         """Return the lease of a storage that was saved before, in this version, with all that the tensor shows."""
         record = self.accounting.by_storage.get(storage._cdata)
-        lease = record.lease() if isinstance(record, SavedStorage) else None
+        lease = record() if isinstance(record, SavedStorage) else None
         if not isinstance(record, SavedStorage) or lease is None or record.nbytes != nbytes:
             return None
         is_same = record.is_same_value(version, tensor) and record.shares_with_others(self._mark)
@@ -679,10 +688,10 @@ class TensorCache:
         """
         record = self.accounting.by_storage.get(storage._cdata)
         if isinstance(record, KeptStorage):
-            share = record.lease()
+            share = record()
             if share is not None and record.nbytes == nbytes and record.is_same_value(tensor):
                 return share, None
-        elif record is not None and record.lease() is not None:
+        elif record is not None and record() is not None:
             return None, None  # saved before: in which version, a probe tells
         limit = self._limit_of(current)
         # Below half of the limit of passes that are not planned, nothing has to leave: the other half can.
@@ -703,28 +712,27 @@ class TensorCache:
         current: SavedPass,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        record: SavedStorage,
+        lease: Lease,
         placement: Placement | None,
-    ) -> Lease:
+    ) -> None:
         """A storage seen for the first time in this version: keep it, or have it written."""
         nbytes = storage.nbytes()
         if placement is None:
             placement = self._place(current, nbytes)
         operation = None if tensor.requires_grad else Operation.current()
-        lease = open_saved(
-            self.accounting, current, record, storage, nbytes, shows_all(tensor, nbytes), operation=operation
+        record = open_saved(
+            self.accounting, current, lease, storage, nbytes, shows_all(tensor, nbytes), operation=operation
         )
         self.accounting.settle()
         # What stays may have to go later, when another stream is the current one.
         record.produced = self._mark()
         if placement is Placement.KEEP:
             self.accounting.counters.bytes_kept += nbytes
-            return lease
+            return
         most_saved_bytes = self.accounting.most_saved_bytes
         self._run_ahead.add(record.produced, nbytes, most_saved_bytes)
         if self._group.add(record, placement, most_saved_bytes) or self._limit_of(current) is not None:
             self._send_group()
-        return lease
 
     def _mark(self) -> StreamEvent:
         return PASSED if self._tiers.ssd is None else self.copies.mark()  # where all stays, no thread waits
@@ -790,7 +798,7 @@ class TensorCache:
         self.check_process()
         lease, probe, origin = packed.lease, packed.probe, packed.origin
         if (version := probe.version) != probe.saved:
-            description = packed.dtype, self.device, torch.Size(packed.size)
+            description = packed.dtype, self.device, packed.size
             raise inplace_error(description, origin, version=version, expected=probe.saved)
         begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
         storage = self.fetcher.fetch(lease.record)
@@ -798,7 +806,7 @@ class TensorCache:
             raise resized_error(lease.record.nbytes, storage.nbytes())
         tensor: torch.Tensor = probe.rebuild(packed.spec, storage)
         self.copies.protect(tensor)
-        tensor = self.handed_out.give(tensor, lease.record.lease if origin is None else None)
+        tensor = self.handed_out.give(tensor, lease.record if origin is None else None)
         self.fetcher.look_ahead(lease.record)  # last: workers that are told of reads want the GIL
         self._count_hook(begin_s, waited_s, None)
         return tensor

@@ -13,30 +13,26 @@ import torch
 
 from lightning_ssd.common.tensors import TensorSpec
 
-__all__ = ["Origin", "VersionProbe", "inplace_error", "owner_of", "resized_error"]
+__all__ = ["Origin", "Probe", "VersionProbe", "empty_of", "inplace_error", "owner_of", "probed", "resized_error"]
 
 
-class VersionProbe:
+class Probe:
     """Detects every in-place edit of a tensor and of its views, without holding their memory.
 
     ``detach()`` shares the version counter, and giving the detached tensor other (empty) data leaves its counter
     shared. An edit through ``tensor.data`` or through NumPy changes no counter; PyTorch does not see it either.
+
+    A subclass has the attributes, from :func:`probed`.
     """
 
-    __slots__ = ("_owner", "alias", "saved")
+    __slots__ = ()
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        base, kind = tensor._base, (tensor.dtype, tensor.device)
-        empty = _empty.get(kind)
-        if empty is None:
-            empty = torch.empty(0, dtype=kind[0], device=kind[1])
-            if type(empty) is torch.Tensor and not empty.is_inference():  # else a mode of the program has made it
-                _empty[kind] = empty
-        self.alias = alias = tensor.detach()
-        """Has the tensor's version and gradients' form, and no memory."""
-        alias.data = empty
-        self._owner = weakref.ref(tensor if base is None else base)
-        self.saved = tensor._version
+    alias: torch.Tensor
+    """Has the tensor's version and gradients' form, and no memory."""
+    owner: weakref.ref[torch.Tensor]
+    """The tensor whose version counter it has."""
+    saved: int
+    """The version when it was saved."""
 
     def shares_counter(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` surely has the version counter of the probed tensor.
@@ -45,7 +41,7 @@ class VersionProbe:
         give counters of their own. A tensor from ``detach()`` shares the counter, but only an edit could show it, and
         the program would see that edit. So the answer for it is ``False``.
         """
-        return self._owner() is owner_of(tensor)
+        return self.owner() is owner_of(tensor)
 
     def rebuild(self, spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the saved tensor over its reloaded bytes, with its own version counter.
@@ -66,8 +62,47 @@ class VersionProbe:
         return self.alias._version
 
 
+class VersionProbe(Probe):
+    """A probe of its own.
+
+    Args:
+        tensor: to be watched, as it is now.
+    """
+
+    __slots__ = ("alias", "owner", "saved")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.alias, self.owner, self.saved = probed(tensor)
+
+
+def probed(tensor: torch.Tensor) -> tuple[torch.Tensor, weakref.ref[torch.Tensor], int]:
+    """Return alias, owner and version of a tensor as it is now: see :class:`Probe`.
+
+    Args:
+        tensor: to be watched.
+    """
+    base, kind = tensor._base, (tensor.dtype, tensor.device)
+    empty, alias = _empty.get(kind), tensor.detach()
+    alias.data = empty_of(*kind) if empty is None else empty
+    return alias, weakref.ref(tensor if base is None else base), tensor._version
+
+
 _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-"""Empty tensors: to make one takes twice as long as all else that a probe needs."""
+
+
+def empty_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor without elements: to make one takes twice as long as all else that a probe needs.
+
+    Args:
+        dtype: of the tensor.
+        device: of the tensor.
+    """
+    empty = _empty.get((dtype, device))
+    if empty is None:
+        empty = torch.empty(0, dtype=dtype, device=device)
+        if type(empty) is torch.Tensor and not empty.is_inference():  # else a mode of the program has made it
+            _empty[dtype, device] = empty
+    return empty
 
 
 def owner_of(tensor: torch.Tensor) -> torch.Tensor:

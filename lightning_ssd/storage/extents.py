@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_ssd.common.tensors import new_tuple
@@ -72,24 +73,52 @@ class ExtentAllocator:
                 return extent
         return None
 
-    def free(self, extent: Extent) -> None:
-        """Take an extent back. Needs no lock.
+    def allocate_all(self, sizes: Sequence[int]) -> list[Extent] | None:
+        """Extents of at least so many bytes each, side by side, or ``None`` where no free range is long enough.
+
+        A size of 0 needs no place.
+        """
+        block, used, extents = self._block_bytes, self._used, list[Extent]()
+        needs = [-(-nbytes // block) * block for nbytes in sizes]
+        whole = self.allocate(sum(needs)) if any(needs) else Extent(0, 0)
+        if whole is None:
+            return None
+        offset = whole.offset
+        for need in needs:
+            extents.append(new_tuple(Extent, (offset if need else 0, need)))
+            if need:
+                used[offset] = need
+                offset += need
+        return extents
+
+    def free(self, *extents: Extent) -> None:
+        """Take extents back. Needs no lock.
 
         Raises:
-            ValueError: if the extent is not lent: freed twice, or from another arena.
+            ValueError: if one is not lent: freed twice, or from another arena.
         """
-        if self._used.get(extent.offset) != extent.nbytes or extent.offset in self._returned:
-            raise ValueError(f"{extent} is not lent by this allocator: it was freed twice, or belongs to another arena")
-        self._returned[extent.offset] = extent.nbytes
+        used, returned = self._used, self._returned
+        for extent in extents:
+            offset, nbytes = extent
+            if used.get(offset) != nbytes or offset in returned:
+                raise ValueError(
+                    f"{extent} is not lent by this allocator: it was freed twice, or belongs to another arena"
+                )
+            returned[offset] = nbytes
 
     def merge_returned(self) -> None:
         """Make what was freed one with its free neighbours."""
+        start = end = 0  # of neighbours that become one range
         try:
-            for offset, nbytes in list(self._returned.items()):
+            for offset, nbytes in sorted(self._returned.copy().items()):  # a copy: other threads may be freeing
                 if self._used.pop(offset, None) is not None:  # else an interrupt has come when it was merged
                     self.used_bytes -= nbytes
-                    self._merge(offset, nbytes)
+                    if offset != end:
+                        self._merge(start, end - start)
+                        start = offset
+                    end = offset + nbytes
                 del self._returned[offset]
+            self._merge(start, end - start)
         except BaseException:
             self.recover()
             raise
@@ -114,6 +143,8 @@ class ExtentAllocator:
 
     def _merge(self, start: int, nbytes: int) -> None:
         """Add a free range, as one with its free neighbours."""
+        if not nbytes:
+            return
         index = bisect_left(self._starts, start)
         if index and self._starts[index - 1] + self._free[self._starts[index - 1]] == start:
             index -= 1

@@ -160,11 +160,13 @@ class Arena:
         return self.allocate_all([nbytes])[0]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
-        """One extent for each size, or none where one of them is refused. See :meth:`allocate`."""
+        """One extent for each size, side by side where there is room. None, where one is refused: :meth:`allocate`."""
         self._check_usable()
         found = list[Extent]()
         with self._lock:
             self._check_usable()
+            if (together := self._extents.allocate_all(sizes)) is not None:
+                return together
             try:
                 for nbytes in sizes:
                     extent = self._extents.allocate(nbytes) if nbytes else Extent(0, 0)
@@ -177,8 +179,7 @@ class Arena:
                         )
                     found.append(extent)
             except BaseException:
-                for extent in found:
-                    self.free(extent)
+                self.free(*found)
                 raise
         return found
 
@@ -213,15 +214,14 @@ class Arena:
                     left -= step
                 step = min(left, step // 2 // self.block_bytes * self.block_bytes)
 
-    def free(self, extent: Extent) -> None:
-        """Take an extent back. Never waits; harmless after close and in a forked child.
+    def free(self, *extents: Extent) -> None:
+        """Take extents back. Never waits; harmless after close and in a forked child.
 
         Raises:
-            ValueError: if the extent is not lent: freed twice, or from another arena.
+            ValueError: if one is not lent: freed twice, or from another arena.
         """
-        if extent.nbytes == 0 or self._closed or os.getpid() != self._pid:
-            return
-        self._extents.free(extent)
+        if not self._closed and os.getpid() == self._pid:
+            self._extents.free(*[extent for extent in extents if extent.nbytes])
 
     def close(self) -> None:
         """Give file and space back to the system. Idempotent; takes effect when the last transfer is done."""

@@ -138,14 +138,14 @@ class HostArena:
             raise
         return extent
 
-    def free(self, extent: Extent) -> None:
-        """Take an extent back. Never waits; harmless after close and in a forked child.
+    def free(self, *extents: Extent) -> None:
+        """Take extents back. Never waits; harmless after close and in a forked child.
 
         Raises:
-            ValueError: if the extent is not lent.
+            ValueError: if one is not lent.
         """
-        if extent.nbytes and self._block is not None and not self.is_foreign:
-            self._extents.free(extent)
+        if self._block is not None and not self.is_foreign:
+            self._extents.free(*[extent for extent in extents if extent.nbytes])
 
     def lock_ahead(self, nbytes: int) -> None:
         """Have at least so many bytes locked, as far as there is room. Returns at once: a thread of its own locks them.

@@ -184,15 +184,16 @@ class Tier:
         """Give places back, but for those that were freed before: see :meth:`free`."""
         if os.getpid() != self._pid:
             return  # another thread may have held the lock at the fork
+        free = list[Part]()
         with self._lock:
             for stored in places:
                 if stored.tier is not self:
                     self._check_mine(stored)
-                if stored.is_freed:
-                    continue
-                stored.is_freed = True  # first: an interrupt costs the place then, and no second try fails for ever
-                if not stored.readers:
-                    self.free_parts(stored.parts)
+                if not stored.is_freed:
+                    stored.is_freed = True  # first: an interrupt costs the place then, and no second try fails for ever
+                    if not stored.readers:
+                        free += stored.parts
+            self.free_parts(free)
 
     def progress(self) -> Progress:
         """Bytes and busy seconds of both directions."""
@@ -258,9 +259,11 @@ class Tier:
 
     def free_parts(self, parts: Iterable[Part]) -> None:
         """Give the room of parts back."""
-        for part in parts:
-            if part.extent.nbytes:
-                self._arenas[part.lane].free(part.extent)
+        by_lane = dict[int, list[Extent]]()
+        for _, _, lane, extent in parts:
+            by_lane.setdefault(lane, []).append(extent)
+        for lane, extents in by_lane.items():
+            self._arenas[lane].free(*extents)
 
     def hold(self, places: Iterable[StoredBytes], reader: object, *, within: object = None) -> None:
         """Note that ``reader`` reads there.

@@ -351,7 +351,7 @@ def test_another_pass_finds_what_a_replayed_one_keeps(tmp_path):
         assert offloader.stats.num_saved == 1
         records = [r for r in offloader._cache.accounting.by_storage.values() if isinstance(r, KeptStorage)]
         assert len(records) == 1
-        assert isinstance(records[0].lease(), Share)
+        assert isinstance(records[0](), Share)
         (first + second).backward()
 
 

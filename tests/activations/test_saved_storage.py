@@ -12,8 +12,9 @@ import torch
 from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.saved_pass import SavedPass
-from lightning_ssd.activations.saved_storage import SavedStorage, open_saved
+from lightning_ssd.activations.saved_storage import Lease, SavedStorage, open_saved
 from lightning_ssd.activations.storage_state import AWAY, READY, State
+from lightning_ssd.common.inplace_edits import probed
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.host import HostTier
@@ -46,8 +47,11 @@ class HooksThatKeepNothing:
 def record_of(tensor, cls=SavedStorage):
     storage, accounting = tensor.untyped_storage(), MemoryAccounting()
     home = SavedPass(HooksThatKeepNothing())
-    LEASES.append(open_saved(accounting, home, cls(tensor), storage, storage.nbytes(), is_whole=True))
-    record = LEASES[-1].record
+    lease = Lease()
+    lease.record = cls(lease, accounting.note)
+    lease.record.alias, lease.record.owner, lease.record.saved = probed(tensor)
+    record = open_saved(accounting, home, lease, storage, storage.nbytes(), is_whole=True)
+    LEASES.append(lease)
     record.home = None
     accounting.settle()
     return record

@@ -33,11 +33,11 @@ def test_looking_ahead_takes_a_quarter_of_what_is_free(available, most, tmp_path
     seen = []
     hold = SavedStorage.hold_ahead
 
-    def counted(record):
-        hold(record)
-        seen.append(record.accounting.ahead_bytes)
+    def counted(records):
+        hold(records)
+        seen.extend(record.accounting.ahead_bytes for record in records)
 
-    monkeypatch.setattr(SavedStorage, "hold_ahead", counted)
+    monkeypatch.setattr(SavedStorage, "hold_ahead", staticmethod(counted))
     always = property(lambda budget: 16 * NBYTES, lambda budget, nbytes: None)
     monkeypatch.setattr(PrefetchBudget, "nbytes", always, raising=False)
     assert_trains_exactly(tmp_path)
@@ -74,7 +74,7 @@ def test_what_is_given_up_has_gone_before_memory_is_asked_for_again():
     record.storage, record.state = reloaded[0], State.RELOADED
     record.key = type(record.key)(reloaded[0])
     record.mark = LateMark(reloaded)
-    record.hold_ahead()
+    SavedStorage.hold_ahead([record])
     passes = [OnePass(record)]
     looks = {"budget": PrefetchBudget(), "device": torch.device("cpu"), "tier": None}
     has_dropped, reads = Fetcher(record.accounting, passes, stalls=None, clock=None, copies=None, **looks)._give_up()
