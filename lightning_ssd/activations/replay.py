@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from lightning_ssd.activations.kept_storage import (
     check_not_resized,
     open_kept,
 )
-from lightning_ssd.activations.kept_tensor import edited_error, give_back, keep
+from lightning_ssd.activations.kept_tensor import edited_error, keep
 from lightning_ssd.activations.saved_storage import SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import State
 from lightning_ssd.common.inplace_edits import empty_of
@@ -98,7 +99,10 @@ def hooks_of(
             nbytes, is_view = tensor.nbytes, tensor._is_view()
             if nbytes < least and not is_view:
                 counters.num_kept_small += 1
-                return keep(tensor)
+                node = tensor.grad_fn  # as in keep(): a call more takes a tenth of all that this costs
+                if node is None:
+                    return tensor, tensor._version, weakref.ref(tensor)
+                return tensor.detach(), tensor._version, node.name(), tensor.output_nr
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # it has none
             return pack_slowly(current, tensor)
@@ -205,7 +209,9 @@ def hooks_of(
             return rebuilt
         share = packed[-1]
         if type(share) is not Share:
-            small = give_back(packed)
+            small: torch.Tensor = packed[0]
+            if small._version != packed[1]:
+                raise edited_error(*packed)
             if len(packed) > _LEN_OF_LEAF and (held or isinstance(current_node(), BackwardCFunction)):
                 return handed_out.give(small, None)
             return small
