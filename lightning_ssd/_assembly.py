@@ -42,6 +42,7 @@ from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.directories import created_directories, warn_shared_filesystem
 from lightning_ssd.storage.factory import open_backend
+from lightning_ssd.storage.numa import directory_order
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping, measure_rates
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import DeviceMover, HostMover, Mover, StagedMover
@@ -214,7 +215,8 @@ def _open_in_files(
     """Open files for weights and gradients of a CPU; also return what counts the bytes that are written there."""
     backend, directories, _ = _open_directories(stack, environment)
     rates = _probed_shares(backend, environment)
-    files = WeightFiles(backend, directories, first=environment.local_rank, rates=rates)
+    order = directory_order(directories, environment.device, environment.local_rank)
+    files = WeightFiles(backend, directories, order=order, rates=rates)
     stack.callback(files.close)
     pages = UpdatePages(files, HostRoom(environment.num_local_processes, times=1))
     stack.callback(pages.close)
@@ -416,7 +418,7 @@ def _open_ssd(
         events=environment.events,
         sampler=sampler,
         chunk_bytes=chunk_bytes,
-        first=environment.local_rank,
+        order=directory_order(directories, environment.device, environment.local_rank),
     )
     stack.callback(ssd.close)
     return ssd

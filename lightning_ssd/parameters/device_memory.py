@@ -24,7 +24,7 @@ from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import StorageError, forget_frames
 from lightning_ssd.parameters.guard.guard import Door, forget_door, guard, own_class
 from lightning_ssd.parameters.units import is_held_in_c
-from lightning_ssd.tiers.base import OneByOne, StoredBytes
+from lightning_ssd.tiers.base import ReadEnd, StoredBytes, WriteEnd
 from lightning_ssd.tiers.copy_paths import storage_bytes
 from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
 from lightning_ssd.tiers.tier import Tier
@@ -331,7 +331,7 @@ class DeviceMemory:
         self._forget_copy()
 
 
-class _Write(OneByOne):
+class _Write:
     """One write; the owner that its tier calls."""
 
     def __init__(self, memory: DeviceMemory, stamp: _Stamp) -> None:
@@ -339,23 +339,27 @@ class _Write(OneByOne):
         self.ended = Latch()
         self._memory = memory
 
-    def write_begins(self) -> torch.UntypedStorage | None:
-        storage = self._memory.lend(self)
-        if storage is None:
-            self.ended.open()
-        return storage
+    @staticmethod
+    def all_begin(writes: Sequence[_Write]) -> list[torch.UntypedStorage | None]:
+        storages = [write._memory.lend(write) for write in writes]
+        for write, storage in zip(writes, storages, strict=True):
+            if storage is None:
+                write.ended.open()
+        return storages
 
     def is_wanted(self) -> bool:
         return True
 
-    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
-        if error is not None:
-            forget_frames(error)
-        self._memory.written(self, stored, error)
-        self.ended.open()
+    @staticmethod
+    def all_written(ends: Sequence[WriteEnd]) -> None:
+        for write, stored, error in ends:
+            if error is not None:
+                forget_frames(error)
+            write._memory.written(write, stored, error)
+            write.ended.open()
 
 
-class _Read(OneByOne):
+class _Read:
     """One read; the owner that its tier calls."""
 
     def __init__(self) -> None:
@@ -363,13 +367,13 @@ class _Read(OneByOne):
         self.mark: StreamEvent | None = None
         self.error: BaseException | None = None
 
-    def read_ended(
-        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
-    ) -> None:
-        self.mark = mark
-        if storage is None:
-            self.error = error or StorageError("a read ended with neither bytes nor an error")
-        self.ended.open()
+    @staticmethod
+    def all_read(ends: Sequence[ReadEnd]) -> None:
+        for read, storage, mark, error in ends:
+            read.mark = mark
+            if storage is None:
+                read.error = error or StorageError("a read ended with neither bytes nor an error")
+            read.ended.open()
 
 
 def _read(stored: StoredBytes, *, into: torch.UntypedStorage, after: StreamEvent | None) -> StreamEvent | None:

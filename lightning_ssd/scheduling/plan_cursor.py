@@ -47,7 +47,9 @@ class StoredPlan:
     host_bytes: int = 0
     """Host memory that it was made for."""
     program: PassProgram = field(init=False, repr=False, compare=False)
-    """Course of a pass that follows it. Worked out once: every pass asks."""
+    """Course of a pass that follows it. Worked out once, as the next: every pass asks."""
+    moves: bool = field(init=False, repr=False, compare=False)
+    """Whether it keeps less than everything."""
 
     def __post_init__(self) -> None:
         places = self.plan.placements
@@ -57,11 +59,7 @@ class StoredPlan:
             drives=bytes([place is Placement.SSD for place in places]),
         )
         object.__setattr__(self, "program", program)
-
-    @property
-    def moves(self) -> bool:
-        """Whether it keeps less than everything. Every pass asks."""
-        return bool(self.plan.recompute) or 0 in self.program.stays
+        object.__setattr__(self, "moves", self.plan.moves)
 
     @property
     def predicted_overhead(self) -> float:

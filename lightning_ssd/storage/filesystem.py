@@ -21,6 +21,7 @@ __all__ = [
     "direct_alignment",
     "inspect_directory",
     "make_directory",
+    "read_number",
 ]
 
 _MEMORY_TYPES = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
@@ -172,12 +173,19 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
 def _read_queue(device: int, name: str) -> int | None:
     """A limit of the queue of a block device; a partition has none of its own, its parent has."""
     node = _BLOCK_DEVICES / f"{os.major(device)}:{os.minor(device)}"
-    for queue in (node / "queue", node.resolve().parent / "queue"):
-        try:
-            return int((queue / name).read_text())
-        except (OSError, ValueError):
-            continue  # no block device below (overlay, btrfs, zfs), no sysfs, or an old kernel: the next may know
-    return None
+    own = read_number(node / "queue" / name)
+    return read_number(node.resolve().parent / "queue" / name) if own is None else own
+
+
+def read_number(path: Path) -> int | None:
+    """Return the number in a file of the kernel's.
+
+    ``None``: no block device is below (overlay, btrfs, zfs), there is no sysfs, or the kernel is old.
+    """
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _mount_of(path: Path) -> tuple[str, str]:

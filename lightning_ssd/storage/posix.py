@@ -56,10 +56,8 @@ class PosixBackend:
         self.block_bytes = PAGE_BYTES
         self._direct = direct
         refusals = [text for directory in directories if (text := self._try_direct(Path(directory)))] if direct else []
-        if refusals or not direct:
-            self._direct = False
-            self.memory_alignment = 1
-            self.block_bytes = PAGE_BYTES
+        if refusals:  # one may have been found before another refused
+            self._direct, self.memory_alignment, self.block_bytes = False, 1, PAGE_BYTES
         self.name = "posix O_DIRECT" if self._direct else "posix page cache"
         self.why = "; ".join(refusals) or (
             f"memory aligned to {self.memory_alignment}, blocks of {self.block_bytes} bytes"

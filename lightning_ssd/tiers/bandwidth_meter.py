@@ -22,12 +22,11 @@ from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
 from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.storage.spill_file import SPACE_ADVICE
 from lightning_ssd.telemetry.events import EventLog, TransferEvent
-from lightning_ssd.tiers.base import OneByOne, Progress, StoredBytes
+from lightning_ssd.tiers.base import Progress, ReadEnd, StoredBytes, WriteEnd
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover, Mover
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.streams import StreamEvent
 
 __all__ = ["BandwidthMeter", "measure_copies", "measure_mapping", "measure_rates"]
 
@@ -39,7 +38,7 @@ _MAX_AGE_S = 0.05
 _UNKNOWN = Rates(0.0, 0.0)
 
 
-class _Trial(OneByOne):
+class _Trial:
     """One chunk that a probe writes and reads back."""
 
     def __init__(self, memory: torch.UntypedStorage) -> None:
@@ -47,21 +46,24 @@ class _Trial(OneByOne):
         self.stored: StoredBytes | None = None
         self.error: BaseException | None = None
 
-    def write_begins(self) -> torch.UntypedStorage:
-        return self.memory
+    @staticmethod
+    def all_begin(trials: Sequence[_Trial]) -> list[torch.UntypedStorage | None]:
+        return [trial.memory for trial in trials]
 
     def is_wanted(self) -> bool:
         return True
 
-    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
-        self.stored, self.error = stored, error
+    @staticmethod
+    def all_written(ends: Sequence[WriteEnd]) -> None:
+        for trial, stored, error in ends:
+            trial.stored, trial.error = stored, error
 
-    def read_ended(
-        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
-    ) -> None:
-        self.error = error
-        if mark is not None:
-            mark.synchronize()
+    @staticmethod
+    def all_read(ends: Sequence[ReadEnd]) -> None:
+        for trial, _, mark, error in ends:
+            trial.error = error
+            if mark is not None:
+                mark.synchronize()
 
     def result(self) -> StoredBytes:
         """Return where it was written to, or raise what went wrong with it."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NoMemoryToReadError",
-    "OneByOne",
     "Part",
     "Progress",
     "ReadEnd",
@@ -58,16 +57,11 @@ class StoredBytes:
     body_nbytes: int
     """Bytes that moved to the tier."""
     missing_nbytes: int = 0
-    """Bytes that a write left out when it was given up."""
+    """Bytes that a write left out when its owner gave it up; it must not be read then."""
     is_freed: bool = False
     """Whether the owner has freed it. The tier's lock guards this and the next."""
     readers: tuple[object, ...] = ()
     """Reads and copies under way: the place is not lent again before the last of them has ended."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether these are all; else the owner has given the write up, and it must not be read."""
-        return not self.missing_nbytes
 
 
 WriteEnd = tuple[Any, StoredBytes | None, BaseException | None]
@@ -107,26 +101,6 @@ class ReadOwner(Protocol):
     @staticmethod
     def all_read(ends: Sequence[ReadEnd]) -> None:
         """Tell how reads have ended. Must not raise."""
-
-
-class OneByOne:
-    """Base of owners that are told one by one, through methods of their own."""
-
-    __slots__ = ()
-
-    @staticmethod
-    def all_begin(owners: Sequence[Any]) -> list[torch.UntypedStorage | None]:
-        return [owner.write_begins() for owner in owners]
-
-    @staticmethod
-    def all_written(ends: Sequence[WriteEnd]) -> None:
-        for owner, *end in ends:
-            owner.write_ended(*end)
-
-    @staticmethod
-    def all_read(ends: Sequence[ReadEnd]) -> None:
-        for owner, *end in ends:
-            owner.read_ended(*end)
 
 
 class ReadRequest(NamedTuple):

@@ -175,7 +175,7 @@ class Write(Transfer):
                     one.cuts = ((head, body),)
                 else:
                     one.cuts = tier.cut(head, body, None if whole is None else whole.extent)
-                one.checksums = [None] * len(one.cuts) if tier.checks and tier.wants_check() else None
+                one.checksums = [None] * len(one.cuts) if tier.wants_check() else None
 
     def _find_room(self, group: Sequence[_Outgoing]) -> None:
         """Take room for storages together; where there is none for all of them, for each by itself."""

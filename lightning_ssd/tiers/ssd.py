@@ -39,8 +39,9 @@ class SsdTier(Tier):
         sampler: which storages get checksums.
         chunk_bytes: largest request; a transfer is shared by the workers of its direction chunk by chunk.
         num_workers: workers per direction and directory.
-        first: number of the directory that the first bytes go to. Processes that share the directories save the same
-            sizes at the same moments: with equal ones they would all begin at one drive.
+        order: numbers of the directories: the first bytes go to the first one, and what another has no room for, to the
+            first that has. Processes that share the directories save the same sizes at the same moments: with equal
+            orders they would all begin at one drive.
 
     Note [writes give way]: reads and writes share the drives. While the training thread waits for a read, no worker
     begins a write or the next chunk of one (see ``tiers/read_priority.py`` for how long at most).
@@ -58,9 +59,10 @@ class SsdTier(Tier):
         sampler: Sampler,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         num_workers: int = DEFAULT_WORKERS,
-        first: int = 0,
+        order: Sequence[int] = (),
     ) -> None:
-        self._begins_at = deque([first % len(directories)])  # once
+        self._order = order or range(len(directories))
+        self._begins_at = deque(self._order[:1])  # once
         self._refusing: set[int] = set()  # directories that no write goes to any more
         self._arenas: list[Arena] = []
         with ExitStack() as undo:
@@ -117,8 +119,7 @@ class SsdTier(Tier):
             return Part(start, 0, 0, Extent(0, 0))
         error: OSError | None = None
         first = self._begins_at.pop() if self._begins_at else self._writes.lane
-        lanes = [(first + i) % len(self._arenas) for i in range(len(self._arenas))]
-        for lane in sorted(lanes, key=self._refusing.__contains__):
+        for lane in sorted(self._order, key=lambda lane: (lane in self._refusing, lane != first)):
             if lane in refused:
                 continue
             try:

@@ -63,8 +63,6 @@ class Tier:
     ) -> None:
         self.mover = mover
         self._arenas = arenas
-        self.checks = sampler.mode != "off"
-        """Whether any storage gets checksums."""
         self.wants_check = sampler.wants
         """Says whether the next storage gets checksums."""
         self._chunk_bytes = chunk_bytes

@@ -37,11 +37,10 @@ from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, 
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.filesystem import inspect_directory
 from lightning_ssd.telemetry.events import EventLog
-from lightning_ssd.tiers.base import OneByOne, StoredBytes
+from lightning_ssd.tiers.base import ReadEnd, StoredBytes, WriteEnd
 from lightning_ssd.tiers.checksum import Sampler
 from lightning_ssd.tiers.copy_paths import HostMover
 from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.streams import StreamEvent
 from recipes.benchmarks.step import environment
 
 GIB = float(1 << 30)
@@ -73,7 +72,7 @@ class Contender(Protocol):
         """Remove what lies on the drive."""
 
 
-class Owner(OneByOne):
+class Owner:
     """One tensor on its way down and up again: both owners of ``SsdTier``."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -82,19 +81,22 @@ class Owner(OneByOne):
         self.reloaded: torch.UntypedStorage | None = None
         self.error: BaseException | None = None
 
-    def write_begins(self) -> torch.UntypedStorage | None:
-        return self.tensor.untyped_storage()
+    @staticmethod
+    def all_begin(owners: Sequence[Owner]) -> list[torch.UntypedStorage | None]:
+        return [owner.tensor.untyped_storage() for owner in owners]
 
     def is_wanted(self) -> bool:
         return True
 
-    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
-        self.stored, self.error = stored, error
+    @staticmethod
+    def all_written(ends: Sequence[WriteEnd]) -> None:
+        for owner, stored, error in ends:
+            owner.stored, owner.error = stored, error
 
-    def read_ended(
-        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
-    ) -> None:
-        self.reloaded, self.error = storage, error
+    @staticmethod
+    def all_read(ends: Sequence[ReadEnd]) -> None:
+        for owner, storage, _, error in ends:
+            owner.reloaded, owner.error = storage, error
 
     def require_stored(self) -> StoredBytes:
         """What a write has left, or its error."""

@@ -93,6 +93,15 @@ def test_bits_and_shares(opens, changes, start):
     assert files.used_bytes == 0
 
 
+def test_weights_begin_with_the_directories_that_are_preferred(directories):
+    with (
+        closing(PosixBackend(directories)) as backend,
+        closing(WeightFiles(backend, directories, order=[2, 0, 1])) as files,
+    ):
+        found = [files.map_new(STEP) for _ in range(4)]
+        assert [stripe.drive for mapped in found for stripe in mapped.stripes] == [2, 0, 1, 2]
+
+
 def test_what_is_written_to_memory_is_there_again(opens):
     files = opens(1.0, 1.0, 1.0)
     mapped = files.map_new(NBYTES, 8)

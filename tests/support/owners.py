@@ -4,7 +4,6 @@ import threading
 
 import torch
 
-from lightning_ssd.tiers.base import OneByOne
 from tests.support.patience import PATIENCE_S
 
 
@@ -17,7 +16,7 @@ def as_bytes(storage):
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-class Owner(OneByOne):
+class Owner:
     """One storage on its way down and up; remembers what it was told."""
 
     def __init__(self, storage):
@@ -29,6 +28,20 @@ class Owner(OneByOne):
         self.error = None
         self.calls = []
         self.told = threading.Event()
+
+    @staticmethod
+    def all_begin(owners):
+        return [owner.write_begins() for owner in owners]
+
+    @staticmethod
+    def all_written(ends):
+        for owner, *end in ends:
+            owner.write_ended(*end)
+
+    @staticmethod
+    def all_read(ends):
+        for owner, *end in ends:
+            owner.read_ended(*end)
 
     def write_begins(self):
         self.calls.append("begins")

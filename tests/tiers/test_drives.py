@@ -159,6 +159,21 @@ def test_a_full_drive_is_passed_over_until_it_has_room(tmp_path):
         assert drives.writes["a"] > 0
 
 
+def test_a_tier_begins_with_the_directory_that_is_preferred_and_uses_all(tmp_path):
+    with tier_on(tmp_path, "abcd", dict.fromkeys("abcd", 0.01), order=[2, 0, 3, 1]) as (tier, drives):
+        write_all(tier, [CHUNK])
+        assert set(drives.writes) == {"c"}
+        write_all(tier, [32 * CHUNK])
+        assert min(drives.writes[name] for name in "abcd") >= 4
+
+
+def test_where_the_preferred_directory_is_full_the_next_one_gets_what_it_refuses(tmp_path):
+    with tier_on(tmp_path, "abcd", order=[2, 0, 3, 1]) as (tier, drives):
+        drives.full.add("c")
+        write_all(tier, [CHUNK])
+        assert set(drives.writes) == {"a"}
+
+
 def test_room_is_taken_wherever_it_is(small_disk):
     directories = [small_disk(mebibytes) for mebibytes in (20, 28, 64)]
     with ssd_tier(PosixBackend(directories), *directories, chunk_bytes=MIB) as tier:

@@ -231,7 +231,7 @@ def test_a_write_that_nobody_wants_ends_with_the_chunk_under_way(drive, tmp_path
         owner.wait()
         tier.flush()
         assert drive.order == ["write"]
-        assert not owner.place.is_complete
+        assert owner.place.missing_nbytes
         assert owner.place.body_nbytes == CHUNK == tier.progress().written_bytes
         assert [event.nbytes for event in events.drain()] == [CHUNK]
         with pytest.raises(ValueError, match="given up was not written to its end"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,7 +28,7 @@ from lightning_ssd.optimizer.store.entry import (
     StoredCopy,
     SubgroupEntry,
 )
-from lightning_ssd.tiers.base import OneByOne, StoredBytes
+from lightning_ssd.tiers.base import ReadEnd, StoredBytes, WriteEnd
 from lightning_ssd.tiers.copy_paths import storage_bytes
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
@@ -37,7 +37,7 @@ from lightning_ssd.tiers.streams import CopyEngine, StreamEvent
 __all__ = ["StateStore"]
 
 
-class _Move(OneByOne):
+class _Move:
     """One write or read of a subgroup; the owner that its tier calls."""
 
     __slots__ = ("_store", "index", "storage", "tier")
@@ -46,20 +46,24 @@ class _Move(OneByOne):
         self._store = store
         self.index, self.tier, self.storage = index, tier, storage
 
-    def write_begins(self) -> torch.UntypedStorage | None:
-        with self._store._lock:
-            return self.storage if self._store._homes[self.index].writer is self else None
+    @staticmethod
+    def all_begin(moves: Sequence[_Move]) -> list[torch.UntypedStorage | None]:
+        store = moves[0]._store
+        with store._lock:
+            return [move.storage if store._homes[move.index].writer is move else None for move in moves]
 
     def is_wanted(self) -> bool:
         return True
 
-    def write_ended(self, stored: StoredBytes | None, error: BaseException | None) -> None:
-        self._store._written(self, stored, error)
+    @staticmethod
+    def all_written(ends: Sequence[WriteEnd]) -> None:
+        for move, *end in ends:
+            move._store._written(move, *end)
 
-    def read_ended(
-        self, storage: torch.UntypedStorage | None, mark: StreamEvent | None, error: BaseException | None
-    ) -> None:
-        self._store._came_up(self, storage, mark, error)
+    @staticmethod
+    def all_read(ends: Sequence[ReadEnd]) -> None:
+        for move, *end in ends:
+            move._store._came_up(move, *end)
 
 
 class StateStore:

@@ -37,16 +37,16 @@ class WeightFiles:
     Args:
         backend: writes them. Its files have the bytes as they are.
         directories: where.
-        first: directory that the first weight goes to.
+        order: numbers of the directories, which the first weights go to one after the other.
         rates: of the directories, which get bytes in proportion to them; empty: they are alike.
     """
 
     def __init__(
-        self, backend: Backend, directories: Sequence[Path], *, first: int = 0, rates: Sequence[float] = ()
+        self, backend: Backend, directories: Sequence[Path], *, order: Sequence[int] = (), rates: Sequence[float] = ()
     ) -> None:
         self._backend = backend
         self.num_drives = len(directories)
-        self._first = first
+        self._order = order or range(self.num_drives)
         total = sum(rates)
         self._shares = [rate / total for rate in rates] if total else [1 / self.num_drives] * self.num_drives
         with ExitStack() as opened:
@@ -156,8 +156,7 @@ class WeightFiles:
         arenas = self._changing if changes else self._still
         nbytes, used, stripes, done = self._padded(nbytes), [arena.used_bytes for arena in arenas], list[Stripe](), 0
         lacking = [(sum(used) + nbytes) * share - have for share, have in zip(self._shares, used, strict=True)]
-        drives = [(self._first + index) % self.num_drives for index in range(self.num_drives)]
-        drives.sort(key=lambda drive: -lacking[drive])
+        drives = sorted(self._order, key=lambda drive: -lacking[drive])
         wanted = [(drive, round_up(max(int(lacking[drive]), 0), _STEP_BYTES), _STEP_BYTES) for drive in drives]
         # In the end what is reserved is used to the last block.
         wanted += [(drive, nbytes, self._backend.block_bytes) for drive in drives]
