@@ -23,6 +23,8 @@ def directory_order(
     own = None
     if device.type == "cuda":
         card: Any = torch.cuda.get_device_properties(device)
+        if not hasattr(card, "pci_domain_id"):  # an older PyTorch
+            return near_first(nodes, None, local_rank)
         address = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
         own = _node_of(sysfs / "bus/pci/devices" / address)
     elif device.type == "cpu" and hasattr(os, "sched_getaffinity"):
