@@ -244,16 +244,24 @@ def _open_in_files(
 
 
 def _probed_shares(backend: Backend, environment: Environment) -> Sequence[float]:
-    """Return what each of several directories takes; empty: they count as alike."""
-    if len(environment.paths) == 1:
-        return ()
+    """Return what each of several directories takes; empty, or all 0: they count as alike.
+
+    Processes probe at the same time, so that each finds its part, and share out by the smallest rates of all.
+    """
+    num, agree, rates = len(environment.paths), environment.agree, list[float]()
+    # First, and whatever is to be probed: it is what they wait for.
+    least, negative_most = (num, -num) if agree is None else agree([num, -num])
+    if num == 1:
+        return rates
     place = f"the directories {', '.join(map(escape_control, environment.paths))}"
     try:
         with StatusLine(f"Probing {place}", delay_s=0), deferring_interrupts():
-            return measure_rates(backend, environment.paths).by_directory
+            rates += measure_rates(backend, environment.paths).by_directory
     except (OSError, RuntimeError, MemoryError) as error:
         _log.info("%s could not be measured (%s), and get equal parts of weights and gradients", place, error)
-        return ()
+    if agree is not None and least == -negative_most:
+        rates = agree(rates or [0.0] * num)
+    return rates
 
 
 def _open_on_device(

@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager
 from lightning_ssd.parameters.pager import Weight
 from lightning_ssd.storage.backend import WrappedBackend
+from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
 from tests.parameters.test_changing_files import evict
@@ -285,6 +287,42 @@ def test_parts_are_equal_where_rates_cannot_be_measured(error, directories, monk
     with offloaders(directories[:2], policy) as opened:
         first, second = opened()._parts.parameters.files._shares
         assert first == second
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [([(4.0, 1.0), (2.0, 3.0)], [2.0, 1.0]), ([(4.0, 1.0), OSError(errno.EIO, "disturbed")], [0.0, 0.0])],
+)
+def test_processes_probe_together_and_share_out_alike(measured, expected, directories, monkeypatch):
+    """Each alone would find its own rates, and one that was disturbed would keep its stripes for the whole run."""
+    meeting, together = threading.Barrier(2), threading.Barrier(2)
+    given, found, own = {}, {}, threading.local()
+
+    def measure(*args, **settings):
+        together.wait(PATIENCE_S)  # breaks if one of them probes by itself
+        rates = measured[own.rank]
+        if isinstance(rates, Exception):
+            raise rates
+        return Rates(1.0, 1.0, rates)
+
+    def agree(values):
+        given[own.rank] = list(values)
+        meeting.wait(PATIENCE_S)
+        smallest = [min(numbers) for numbers in zip(*given.values(), strict=True)]
+        meeting.wait(PATIENCE_S)
+        return smallest
+
+    def probe(rank):
+        own.rank = rank
+        found[rank] = _assembly._probed_shares(None, SimpleNamespace(paths=directories[:2], agree=agree))
+
+    monkeypatch.setattr(_assembly, "measure_rates", measure)
+    threads = [threading.Thread(target=probe, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert found == {0: expected, 1: expected}
 
 
 def test_weights_wait_though_one_directory_is_full_and_nothing_collects_garbage(directories, full):
