@@ -46,7 +46,7 @@ class PosixBackend:
         direct: ``False`` uses the page cache although the file system has direct I/O.
     """
 
-    moves_device_memory = False
+    register = None
 
     def __init__(self, directories: Sequence[str | os.PathLike[str]], *, direct: bool = True) -> None:
         self._staging = StagingPool()  # for addresses that direct I/O cannot take
@@ -113,8 +113,8 @@ class PosixBackend:
 
     def _proves(self, fd: int, directory: Path, alignment: int, block: int) -> bool:
         """Whether a block goes to the file and back at an address that has no more than this alignment."""
-        with self._staging.lease(3 * block + 2 * PAGE_BYTES) as region:
-            written = Region(region.address + alignment % PAGE_BYTES, block)
+        with self._staging.lease(3 * block + 2 * PAGE_BYTES) as buffer:
+            written = Region(buffer.data_ptr() + alignment % PAGE_BYTES, block)
             read = Region(written.address + 2 * block + PAGE_BYTES, block)
             pattern = os.urandom(block)
             ctypes.memmove(written.address, pattern, block)
@@ -186,7 +186,7 @@ class PosixBackend:
         step = DEFAULT_CHUNK_BYTES
         with self._staging.lease(min(region.nbytes, step)) as buffer:
             for done in range(0, region.nbytes, step):
-                part = Region(buffer.address, min(step, region.nbytes - done))
+                part = Region(buffer.data_ptr(), min(step, region.nbytes - done))
                 if verb == "write":
                     ctypes.memmove(part.address, region.address + done, part.nbytes)
                 _transfer(verb, fd, part, offset + done, self.block_bytes)
