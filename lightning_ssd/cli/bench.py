@@ -18,7 +18,7 @@ from lightning_ssd.common.formatting import escape_control, format_sizes
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.validation import parse_size
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, open_staging
-from lightning_ssd.storage.drive_probe import Rates, read_back_s
+from lightning_ssd.storage.drive_probe import PROBE_BYTES, Rates, read_back_s
 from lightning_ssd.storage.factory import BackendChoice, open_backend
 from lightning_ssd.storage.filesystem import check_directory
 from lightning_ssd.tiers.bandwidth_meter import measure_rates
@@ -51,11 +51,12 @@ def bench(
     """
     with reported_errors():
         paths, nbytes = _checked(directories, size, allow_unsuitable=allow_unsuitable)
-        written = (2 if len(paths) == 1 else 4) * nbytes
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        tried = 2 * PROBE_BYTES if device.type == "cuda" else 0  # by cuFile and by posix
+        written = (2 if len(paths) == 1 else 4) * nbytes + tried
         (total,) = format_sizes(written * len(paths))
         where = "the directory" if len(paths) == 1 else f"{len(paths)} directories, more to faster ones"
         console().print(f"Writes {total} to {where}; nothing stays there.\n")
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         chosen, why = open_backend(backend, directories=paths, device=device, allow_unsuitable_paths=allow_unsuitable)
         try:
             with ExitStack() as stack, StatusLine(f"Measuring {', '.join(map(str, paths))}", delay_s=0):

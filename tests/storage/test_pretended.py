@@ -287,8 +287,20 @@ def through(name):
     return there_and_back
 
 
+def through_slabs(directory, device):
+    """As with GPUDirect Storage; workers make the slabs, as above."""
+
+    def open_staging(backend, on, *, nbytes, count):
+        return SlabPool(on, nbytes, 0, lambda slab: lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_ssd._assembly.open_staging", open_staging)
+        return perceptron(directory, device)
+
+
 SCENARIOS = {
     "activations": perceptron,
+    "slabs": through_slabs,
     "verified": lambda directory, device: perceptron(directory, device, verify="full"),
     "states": states,
     "streams": two_streams,
@@ -454,6 +466,8 @@ GUARDS = {
         lambda patch, device: patch.setattr(device, "mark", always(device.mark())),
         "before main has written it",
     ),
+    "slabs: file waits for copy-out": ("slabs", OUT, "the file got a buffer while a copy uses"),
+    "slabs: staging is held until copy-in": ("slabs", IN, "a staging buffer was given back while"),
     "file waits for copy-out": ("activations", OUT, "the file got a buffer while a copy uses"),
     "checksum waits for copy-out": ("verified", OUT, "a checksum was computed while"),
     "staging is held until copy-out": ("activations", OUT, "a staging buffer was given back while"),
