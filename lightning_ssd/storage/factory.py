@@ -49,30 +49,21 @@ def open_backend(
         named, _ = _open_direct(choice, directories, device)
         return named, f"{named.name}, because {named.why}"
     posix, reason = PosixBackend(directories), "backend='posix' was asked for"
-    if choice == "auto":
-        direct, reason = _fastest(posix, directories, device)
-        if direct is not None:
-            posix.close()
-            return direct, f"{direct.name}, because {direct.why}, and {reason}"
+    if choice == "auto" and device.type != "cuda":
+        reason = f"cuFile moves memory of CUDA devices, and what moves here is the {device.type}'s"
+    elif choice == "auto":
+        try:
+            direct, direct_s = _open_direct("cufile", directories, device)
+        except (OffloadError, torch.OutOfMemoryError) as error:
+            reason = f"cuFile does not work here: {error}"
+        else:
+            posix_s = _proved_s(posix, directories, device)
+            reason = f"64 MiB in each directory took cuFile {direct_s:.3f} s there and back, and posix {posix_s:.3f} s"
+            if direct_s <= posix_s:
+                posix.close()
+                return direct, f"{direct.name}, because {direct.why}, and {reason}"
+            direct.close()
     return posix, f"{posix.name} ({posix.why}), because {reason}"
-
-
-def _fastest(
-    posix: PosixBackend, directories: Sequence[Path], device: torch.device
-) -> tuple[LibraryBackend | None, str]:
-    """Return cuFile if it works and is as fast as posix, and a clause that says why (not)."""
-    if device.type != "cuda":
-        return None, f"cuFile moves memory of CUDA devices, and what moves here is the {device.type}'s"
-    try:
-        direct, direct_s = _open_direct("cufile", directories, device)
-    except (OffloadError, torch.OutOfMemoryError) as error:
-        return None, f"cuFile does not work here: {error}"
-    staged_s = _proved_s(posix, directories, device)
-    reason = f"64 MiB in each directory took cuFile {direct_s:.3f} s there and back, and posix {staged_s:.3f} s"
-    if direct_s <= staged_s:
-        return direct, reason
-    direct.close()
-    return None, reason
 
 
 def _open_direct(choice: str, directories: Sequence[Path], device: torch.device) -> tuple[LibraryBackend, float]:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning_ssd.common.profiling import spanned
 from lightning_ssd.common.tensors import Region
@@ -19,6 +19,7 @@ from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.filesystem import DirectAlignment, direct_alignment
+from lightning_ssd.storage.library import Verb
 from lightning_ssd.storage.spill_file import Arena
 
 __all__ = ["PosixBackend"]
@@ -29,8 +30,6 @@ _MAX_IDLE_CALLS = 3
 _SYNC_RANGE_FULLY = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE | WRITE | WAIT_AFTER of linux/fs.h
 _NO_SYNC_RANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP})
 _sync_file_range: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
-
-_Verb = Literal["write", "read"]
 
 
 class PosixBackend:
@@ -144,7 +143,7 @@ class PosixBackend:
 
     # -- moving ------------------------------------------------------------------------------------------------
 
-    def _move(self, verb: _Verb, arena: Arena, region: Region, offset: int) -> None:
+    def _move(self, verb: Verb, arena: Arena, region: Region, offset: int) -> None:
         if region.nbytes == 0:
             return
         if offset % self.block_bytes or region.nbytes % self.block_bytes:
@@ -172,7 +171,7 @@ class PosixBackend:
                     raise ShortTransferError(error.errno, f"{what}: {error.strerror}") from error
                 raise as_storage_error(error, what) from error
 
-    def _move_aligned(self, verb: _Verb, fd: int, arena: Arena, region: Region, offset: int) -> None:
+    def _move_aligned(self, verb: Verb, fd: int, arena: Arena, region: Region, offset: int) -> None:
         if not arena.direct or region.address % self.memory_alignment == 0:
             try:
                 _transfer(verb, fd, region, offset, self.block_bytes)
@@ -182,7 +181,7 @@ class PosixBackend:
                     raise
         self._move_staged(verb, fd, region, offset)
 
-    def _move_staged(self, verb: _Verb, fd: int, region: Region, offset: int) -> None:
+    def _move_staged(self, verb: Verb, fd: int, region: Region, offset: int) -> None:
         step = DEFAULT_CHUNK_BYTES
         with self._staging.lease(min(region.nbytes, step)) as buffer:
             for done in range(0, region.nbytes, step):
@@ -219,7 +218,7 @@ def _write_back(fd: int, nbytes: int, offset: int) -> None:
     os.fdatasync(fd)
 
 
-def _transfer(verb: _Verb, fd: int, region: Region, offset: int, block: int) -> None:
+def _transfer(verb: Verb, fd: int, region: Region, offset: int, block: int) -> None:
     """Move all of a region, in as many calls as the system needs (one, as a rule; at most 2 GiB each).
 
     After a short call it goes on at the last whole block, since direct I/O takes no other offset. EINTR is
