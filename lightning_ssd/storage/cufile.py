@@ -19,10 +19,10 @@ __all__ = ["CufileBackend"]
 
 
 class CufileBackend(LibraryBackend):
-    """Moves registered device memory to the drive and back, past host memory, the page cache and all streams.
+    """Moves registered device memory to the drive and back, past host memory and outside of all streams.
 
     The driver belongs to the process: it is opened once and stays open. In cuFile's compatibility mode bytes would go
-    through host memory and the page cache. It is switched off, so that what has no GPUDirect Storage is refused.
+    through host memory. It is switched off, so that what has no GPUDirect Storage is refused.
 
     Args:
         device: whose memory moves. With a CPU's device that is host memory.
