@@ -15,7 +15,7 @@ import torch
 
 from lightning_ssd._environment import Environment
 from lightning_ssd.activations.tensor_cache import Tiers
-from lightning_ssd.common.accelerators import accelerator_of, device_types, what_is_missing
+from lightning_ssd.common.accelerators import device_types, locks_host_memory, what_is_missing
 from lightning_ssd.common.formatting import escape_control
 from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.status_line import StatusLine
@@ -26,7 +26,7 @@ from lightning_ssd.memory.gauge import DeviceGauge, Gauge
 from lightning_ssd.memory.heap_policy import HeapPolicy
 from lightning_ssd.memory.host_room import HostRoom
 from lightning_ssd.memory.malloc import PAGES_VARIABLE, foreign_malloc, has_whole_pages, is_glibc
-from lightning_ssd.memory.pools import ReloadPool, StagingPool
+from lightning_ssd.memory.pools import ReloadPool
 from lightning_ssd.optimizer.store.files import StateFiles
 from lightning_ssd.parameters.device_gradients import DeviceGradients
 from lightning_ssd.parameters.device_weights import DeviceWeights, WeightTiers
@@ -39,13 +39,13 @@ from lightning_ssd.parameters.residents import Needs, Residents
 from lightning_ssd.scheduling.memory_limits import MemoryConstraints
 from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.scheduler import Scheduler
-from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, open_staging
 from lightning_ssd.storage.directories import created_directories, warn_shared_filesystem
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.numa import directory_order
 from lightning_ssd.tiers.bandwidth_meter import BandwidthMeter, measure_copies, measure_mapping, measure_rates
 from lightning_ssd.tiers.checksum import Sampler
-from lightning_ssd.tiers.copy_paths import DeviceMover, HostMover, Mover, StagedMover
+from lightning_ssd.tiers.copy_paths import HostMover, Mover, StagedMover
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
 from lightning_ssd.wear.meter import ACTIVATIONS, WearMeter, Written
@@ -106,7 +106,7 @@ def _assemble_activations(stack: ExitStack, policy: OffloadPolicy, environment: 
     if policy.activations == "recompute":
         description = "blocks are recomputed, all else is kept in memory and counted"
         return Components(description=description, heap_policy=heap_policy)
-    backend, directories, why = _open_directories(stack, environment)
+    backend, directories, why = _open_directories(stack, policy, environment)
     lacks_whole_pages = is_mapped and is_glibc() and not has_whole_pages()
     if lacks_whole_pages and environment.local_rank == 0:
         _warn_of_page_faults()
@@ -163,7 +163,7 @@ def open_state_files(policy: OffloadPolicy, environment: Environment) -> StateFi
     """
     _refuse_other_devices(environment.device)
     with ExitStack() as stack:
-        backend, directories, _ = _open_directories(stack, environment)
+        backend, directories, _ = _open_directories(stack, policy, environment)
         chunk_bytes = DEFAULT_CHUNK_BYTES if len(directories) == 1 else _SHARED_CHUNK_BYTES
         tier = _open_ssd(stack, policy, environment, backend, directories, reload=None, chunk_bytes=chunk_bytes)
         host = share = None
@@ -213,7 +213,7 @@ def _open_in_files(
     stack: ExitStack, policy: OffloadPolicy, environment: Environment, residents: Residents | None
 ) -> tuple[PagedParameters, Written]:
     """Open files for weights and gradients of a CPU; also return what counts the bytes that are written there."""
-    backend, directories, _ = _open_directories(stack, environment)
+    backend, directories, _ = _open_directories(stack, policy, environment)
     rates = _probed_shares(backend, environment)
     order = directory_order(directories, environment.device, environment.local_rank)
     files = WeightFiles(backend, directories, order=order, rates=rates)
@@ -268,7 +268,7 @@ def _open_on_device(
     stack: ExitStack, policy: OffloadPolicy, environment: Environment, residents: Residents | None
 ) -> tuple[PagedParameters, Written]:
     """Open tiers for weights and gradients of a device; also return what counts the bytes that are written there."""
-    backend, directories, _ = _open_directories(stack, environment)
+    backend, directories, _ = _open_directories(stack, policy, environment)
     ssd = _open_ssd(stack, policy, environment, backend, directories, reload=None)
     tiers = WeightTiers(environment.device, ssd, _open_host(stack, environment), environment.copies)
     weights = gradients = None
@@ -325,11 +325,6 @@ def _refuse_other_devices(device: torch.device) -> None:
         )
 
 
-def _locks_host_memory(device: torch.device) -> bool:
-    accelerator = accelerator_of(device)
-    return accelerator is not None and accelerator.locks_host_memory
-
-
 @cache  # once in a process
 def _warn_of_page_faults() -> None:
     """Name the switch that makes moving cheap on a CPU, unless the user has set it either way."""
@@ -369,14 +364,16 @@ def open_wear_meter(policy: OffloadPolicy, environment: Environment) -> WearMete
     )
 
 
-def _open_directories(stack: ExitStack, environment: Environment) -> tuple[Backend, list[Path], str]:
+def _open_directories(
+    stack: ExitStack, policy: OffloadPolicy, environment: Environment
+) -> tuple[Backend, list[Path], str]:
     """Return the backend for the user's directories, these directories, and the reason for the backend."""
     hardware, directories = environment.hardware, environment.paths
     with created_directories(directories):
         backend, why = open_backend(
             hardware.backend,
             directories=directories,
-            device=environment.device,
+            device=environment.device if policy.verify == "off" else torch.device("cpu"),  # where checksums are made
             allow_unsuitable_paths=hardware.allow_unsuitable_paths,
         )
         stack.callback(backend.close)
@@ -417,7 +414,13 @@ def _open_ssd(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> SsdTier:
     """Open one tier over all directories."""
-    mover = _open_mover(stack, policy, backend, environment, reload)
+    if environment.copies.is_asynchronous:
+        count = 2 * DEFAULT_WORKERS * len(directories)
+        staging = open_staging(backend, environment.device, nbytes=chunk_bytes, count=count)
+        stack.callback(staging.close)
+        mover: Mover = StagedMover(backend, staging, environment.copies)
+    else:
+        mover = HostMover(backend, reload)
     sampler = Sampler(policy.verify)
     ssd = SsdTier(
         backend,
@@ -432,23 +435,10 @@ def _open_ssd(
     return ssd
 
 
-def _open_mover(
-    stack: ExitStack, policy: OffloadPolicy, backend: Backend, environment: Environment, reload: ReloadPool | None
-) -> Mover:
-    copies = environment.copies
-    if not copies.is_asynchronous:
-        return HostMover(backend, reload)
-    if backend.moves_device_memory and policy.verify == "off":
-        return DeviceMover(backend, copies)
-    staging = StagingPool(pin=_locks_host_memory(environment.device), device=environment.device)
-    stack.callback(staging.close)
-    return StagedMover(backend, staging, copies)
-
-
 def _open_host(stack: ExitStack, environment: Environment, *, ahead: bool = False) -> HostTier | None:
     if not environment.host_budget.total_bytes:
         return None
-    pin = _locks_host_memory(environment.device)
+    pin = locks_host_memory(environment.device)
     locked_for = environment.device if ahead and pin else None
     host = HostTier(environment.host_budget, environment.copies, pin=pin, ahead=locked_for, events=environment.events)
     stack.callback(host.close)

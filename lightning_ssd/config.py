@@ -291,8 +291,9 @@ class HardwareProfile:
     """Directories, one per drive. Empty: ``$LIGHTNING_SSD_PATHS`` (separated by ``os.pathsep``), else the Trainer's
     default root directory, in Fabric the current directory, else the temporary directory."""
 
-    backend: Literal["auto", "kvikio", "posix"] = "auto"
-    """How bytes reach a file: "auto" uses kvikio for a GPU with GPUDirect Storage, else posix."""
+    backend: Literal["auto", "cufile", "kvikio", "posix"] = "auto"
+    """How bytes reach a file: "auto" uses cuFile (GPUDirect Storage) for a GPU where it works and is no slower than
+    posix, else posix."""
 
     host_memory: Size | Literal["auto"] = "auto"
     """Limit of host memory that is used in place of drives, for the activations and all optimizer states of a process
@@ -316,7 +317,7 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        _check_choice(owner, "backend", self.backend, ("auto", "kvikio", "posix"))
+        _check_choice(owner, "backend", self.backend, ("auto", "cufile", "kvikio", "posix"))
         if self.host_memory != "auto":
             try:
                 parse_size(self.host_memory, name=f"{owner}.host_memory")

@@ -165,7 +165,10 @@ def test_a_wear_budget_is_bytes_or_drive_writes_per_day(budget, nbytes):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"backend": "aio"}, r"HardwareProfile.backend='aio' is not possible\. Write one of 'auto', 'kvikio', 'posix'"),
+        (
+            {"backend": "aio"},
+            r"HardwareProfile.backend='aio' is not possible\. Write one of 'auto', 'cufile', 'kvikio', 'posix'",
+        ),
         ({"host_memory": "lots"}, r"HardwareProfile.host_memory='lots' is not a size\. Write .*, or \"auto\"$"),
         ({"paths": [""]}, r"HardwareProfile.paths contains ''"),
         ({"paths": [3]}, r"HardwareProfile.paths contains 3"),

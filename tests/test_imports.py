@@ -70,6 +70,7 @@ RESERVED = {
     "lightning": {"monitor", "callback", "strategies"},
     "pytorch_lightning": set(),
     "lightning_fabric": set(),
+    "cuda": {"storage.cufile"},
     "kvikio": {"storage.kvikio"},
     "hydra": {"cli.conf_files"},
     "omegaconf": {"cli.conf_files"},
@@ -180,7 +181,7 @@ def test_rows_name_what_is_below_and_used():
 # that what counts is what we add to it.
 LIGHTNING_FIRST = """
 import sys
-unwanted = ("hydra", "omegaconf", "wandb", "kvikio", "transformers", "matplotlib", "xxhash")
+unwanted = ("hydra", "omegaconf", "wandb", "kvikio", "cuda", "transformers", "matplotlib", "xxhash")
 unwanted += ("typer", "rich")
 def loaded(): return {name for name in unwanted if name in sys.modules}
 import lightning.pytorch

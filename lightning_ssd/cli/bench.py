@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import typer
 
 from lightning_ssd.cli.output import CommandError, columns_table, console, reported_errors
+from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.formatting import escape_control, format_sizes
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.validation import parse_size
-from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
-from lightning_ssd.storage.drive_probe import Rates, read_back_ok
-from lightning_ssd.storage.factory import open_backend
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, open_staging
+from lightning_ssd.storage.drive_probe import PROBE_BYTES, Rates, read_back_s
+from lightning_ssd.storage.factory import BackendChoice, open_backend
 from lightning_ssd.storage.filesystem import check_directory
 from lightning_ssd.tiers.bandwidth_meter import measure_rates
+from lightning_ssd.tiers.copy_paths import StagedMover
+from lightning_ssd.tiers.streams import StreamCopies
 
 __all__ = ["bench"]
 
@@ -33,7 +38,7 @@ def bench(
     size: Annotated[
         str, typer.Option(help="Bytes per directory and pass. Small ones measure the drive's own cache.")
     ] = "1GiB",
-    backend: Annotated[Literal["auto", "kvikio", "posix"], typer.Option(help="How bytes reach a file.")] = "auto",
+    backend: Annotated[BackendChoice, typer.Option(help="How bytes reach a file.")] = "auto",
     allow_unsuitable: Annotated[
         bool, typer.Option("--allow-unsuitable", help="Accept tmpfs and network file systems.")
     ] = False,
@@ -46,19 +51,26 @@ def bench(
     """
     with reported_errors():
         paths, nbytes = _checked(directories, size, allow_unsuitable=allow_unsuitable)
-        written = (2 if len(paths) == 1 else 4) * nbytes
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        tried = 2 * PROBE_BYTES if device.type == "cuda" else 0  # by cuFile and by posix
+        written = (2 if len(paths) == 1 else 4) * nbytes + tried
         (total,) = format_sizes(written * len(paths))
         where = "the directory" if len(paths) == 1 else f"{len(paths)} directories, more to faster ones"
         console().print(f"Writes {total} to {where}; nothing stays there.\n")
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         chosen, why = open_backend(backend, directories=paths, device=device, allow_unsuitable_paths=allow_unsuitable)
         try:
-            device = device if chosen.moves_device_memory else torch.device("cpu")
-            with StatusLine(f"Measuring {', '.join(map(str, paths))}", delay_s=0):
-                alone = [measure_rates(chosen, [path], nbytes=nbytes, device=device) for path in paths]
-                together = alone[0] if len(paths) == 1 else measure_rates(chosen, paths, nbytes=nbytes, device=device)
+            with ExitStack() as stack, StatusLine(f"Measuring {', '.join(map(str, paths))}", delay_s=0):
+                mover, accelerator = None, accelerator_of(device)
+                if accelerator is not None and chosen.register is not None:
+                    staging = stack.enter_context(closing(open_staging(chosen, device)))
+                    mover = StagedMover(chosen, staging, StreamCopies(accelerator))
+                else:
+                    device = torch.device("cpu")
+                measure = partial(measure_rates, chosen, mover=mover, nbytes=nbytes, device=device)
+                alone = [measure([path]) for path in paths]
+                together = alone[0] if len(paths) == 1 else measure(paths)
                 for path in paths:
-                    if not read_back_ok(chosen, path, device=device, nbytes=DEFAULT_CHUNK_BYTES):
+                    if read_back_s(chosen, path, device, nbytes=DEFAULT_CHUNK_BYTES) is None:
                         raise CommandError(
                             f"the bytes that were written to {escape_control(path)}",
                             "others",

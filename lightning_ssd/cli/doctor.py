@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,12 +19,10 @@ from lightning_ssd.config import HardwareProfile
 from lightning_ssd.errors import OffloadError
 from lightning_ssd.memory.malloc import PAGES_VARIABLE
 from lightning_ssd.storage.directories import missing_parts
-from lightning_ssd.storage.factory import open_backend
+from lightning_ssd.storage.factory import BackendChoice, open_backend
 from lightning_ssd.storage.filesystem import check_directory, inspect_directory
 
 __all__ = ["diagnose", "doctor"]
-
-BackendChoice = Literal["auto", "kvikio", "posix"]
 
 
 def doctor(
@@ -42,7 +40,7 @@ def doctor(
     """Show what this machine has, what training would use of it, and why.
 
     Ends with exit code 1 if something that is asked for is impossible. Leaves nothing on the drives: what it writes to
-    try them is at most a few MiB in files without names.
+    try them is at most 128 MiB in each, in files without names.
     """
     with reported_errors():
         diagnosis = diagnose(directories or (), backend)
@@ -63,7 +61,6 @@ def diagnose(directories: Sequence[Path], backend: BackendChoice) -> dict[str, A
     return {
         "versions": machine.versions(),
         "accelerator": machine.accelerator(),
-        "kvikio": machine.kvikio(),
         "memory": memory,
         "directories": reports,
         "backend": chosen,
@@ -108,7 +105,7 @@ def _choose_backend(choice: BackendChoice, reports: Sequence[dict[str, Any]], pr
         problems.append(str(error))
         return chosen | {"reason": str(error)}
     backend.close()
-    return chosen | {"chosen": backend.name, "reason": reason, "is_gds_active": backend.name == "kvikio GDS"}
+    return chosen | {"chosen": backend.name, "reason": reason, "is_gds_active": backend.name.endswith(" GDS")}
 
 
 def _notes(reports: Sequence[dict[str, Any]], memory: dict[str, Any]) -> list[str]:
@@ -142,7 +139,6 @@ def _show(diagnosis: dict[str, Any]) -> None:
     rows = [
         ("Versions", [versions]),
         ("Accelerator", [_accelerator_text(diagnosis["accelerator"])]),
-        ("kvikio", _kvikio_lines(diagnosis)),
         ("Memory", _memory_lines(diagnosis["memory"])),
         *(("Directory", _directory_lines(report)) for report in diagnosis["directories"]),
         ("Backend", [diagnosis["backend"]["reason"]]),
@@ -164,15 +160,6 @@ def _accelerator_text(found: dict[str, Any]) -> str:
     memory = f", {format_sizes(found['memory_bytes'])[0]} each" if "memory_bytes" in found else ""
     driver = f", driver {found['driver']}" if found["driver"] else ""
     return f"{found['count']} x {name}{memory}{driver}, CUDA {found['built_for_cuda']}"
-
-
-def _kvikio_lines(diagnosis: dict[str, Any]) -> list[str]:
-    found = diagnosis["kvikio"]
-    lines = [f"{found['version'] or 'not installed'}; GPUDirect Storage: {'yes' if found['has_gds'] else 'no'}"]
-    if diagnosis["backend"].get("is_gds_active"):
-        lines[0] += ", and proved by a read of what was written"
-    is_of_use = diagnosis["accelerator"]["type"] == "cuda"
-    return [*lines, found["reason"] if is_of_use else "it serves CUDA devices, and there is none"]
 
 
 def _memory_lines(memory: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Facts about this machine: versions, accelerator, memory, kvikio. Looking starts no device and writes nothing."""
+"""Facts about this machine: versions, accelerator, memory. Looking starts no device and writes nothing."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from typing import Any
 
 import torch
 
-from lightning_ssd.errors import BackendUnavailableError
 from lightning_ssd.memory.malloc import malloc_name
 from lightning_ssd.memory.readings import cgroup_available_bytes, cgroup_limit_bytes, host_available_bytes
-from lightning_ssd.storage.kvikio import gds_status
 
-__all__ = ["accelerator", "kvikio", "memory", "versions"]
+__all__ = ["accelerator", "memory", "versions"]
 
 _PACKAGES = ("lightning_ssd", "torch", "lightning", "hydra-core", "wandb")
-_KVIKIO_PACKAGES = ("kvikio-cu13", "kvikio-cu12", "kvikio")
 _NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
-_NVIDIA_FS_DRIVER = Path("/sys/module/nvidia_fs/version")
 
 
 def versions() -> dict[str, str | None]:
@@ -39,17 +35,6 @@ def accelerator() -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(0)
         found |= {"name": properties.name, "memory_bytes": properties.total_memory}
     return found | {"driver": _read(_NVIDIA_DRIVER), "built_for_cuda": torch.version.cuda}
-
-
-def kvikio() -> dict[str, Any]:
-    """Whether kvikio loads here, and whether it says that it has GPUDirect Storage."""
-    version = next((found for package in _KVIKIO_PACKAGES if (found := _version(package))), None)
-    try:
-        has_gds, reason = gds_status()
-    except BackendUnavailableError as error:
-        return {"version": version, "is_usable": False, "has_gds": False, "reason": str(error)}
-    nvidia_fs = _read(_NVIDIA_FS_DRIVER)
-    return {"version": version, "is_usable": True, "has_gds": has_gds, "reason": reason, "nvidia_fs_driver": nvidia_fs}
 
 
 def memory() -> dict[str, Any]:

@@ -21,6 +21,7 @@ __all__ = [
     "device_types",
     "has_streams",
     "is_capturing",
+    "locks_host_memory",
     "what_is_missing",
     "with_index",
 ]
@@ -220,6 +221,12 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
     if device.type == "cuda":
         return CudaAccelerator(device)
     return Accelerator(device) if device.type == _generic_type() else None
+
+
+def locks_host_memory(device: torch.device) -> bool:
+    """Return whether host memory that this package has mapped is page-locked for copies to and from ``device``."""
+    accelerator = accelerator_of(device)
+    return accelerator is not None and accelerator.locks_host_memory
 
 
 def has_streams(device: torch.device) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "libc",
     "lock_memory",
     "map_anonymous",
+    "on_device",
     "touch",
     "unlock_memory",
 ]
@@ -88,7 +89,7 @@ class MappedBlock:
         MemoryError: the system has no such memory (or addresses) left.
     """
 
-    __slots__ = ("_map", "address", "locked", "nbytes")
+    __slots__ = ("_map", "address", "nbytes")
 
     def __init__(self, nbytes: int, alignment: int = PAGE_BYTES, *, usable: bool = True) -> None:
         huge = nbytes >= HUGE_PAGE_BYTES
@@ -98,7 +99,6 @@ class MappedBlock:
         mapped = address_of(self._map)
         self.address = mapped + -mapped % alignment
         self.nbytes = nbytes
-        self.locked = False
         # Advice: kernels without the feature refuse it, and everything still works.
         libc.madvise(mapped, length, _WIPEONFORK)
         if huge:
@@ -162,15 +162,16 @@ def lock_memory(address: int, nbytes: int, device: torch.device | None = None) -
         nbytes: whole pages.
         device: whose context does it. ``None``: the calling thread's, which in a fresh thread is that of device 0.
     """
-    with _on(device):
+    with on_device(device):
         return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
 
 
 def unlock_memory(address: int, device: torch.device | None = None) -> None:
     """Undo :func:`lock_memory`, with the same address and device."""
-    with _on(device):
+    with on_device(device):
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-def _on(device: torch.device | None) -> AbstractContextManager[Any]:
+def on_device(device: torch.device | None) -> AbstractContextManager[Any]:
+    """Make a CUDA device the calling thread's current one within a context; leave it for any other."""
     return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()

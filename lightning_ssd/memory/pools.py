@@ -1,7 +1,7 @@
-"""Host memory for transfers: staging buffers, and recycled memory that reloads go to.
+"""Memory for transfers: staging buffers of the host or of a device, and recycled memory that reloads go to.
 
-Both pools hold anonymous memory in transparent huge pages. Fresh memory is dear: its first touch costs a page fault
-per 4 KiB, which takes longer than reading the page from a drive.
+Host memory is anonymous, in transparent huge pages. Fresh memory is dear: its first touch costs a page fault per
+4 KiB, which takes longer than reading the page from a drive.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.memory.mmap import PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
 
-__all__ = ["ReloadPool", "StagingPool"]
+__all__ = ["ReloadPool", "SlabPool", "StagingPool"]
 
 _log = logging.getLogger(__name__)
 
 _MAX_WASTE = 1.25
 _SMALL_NBYTES = 64 << 10
+_GPU_PAGE_BYTES = 64 << 10  # what a driver pins of a device's memory
 
 
 def _best_fit(spare: list[MappedBlock], need: int, alignment: int) -> MappedBlock | None:
@@ -49,16 +51,17 @@ class StagingPool:
     def __init__(self, *, pin: bool = False, device: torch.device | None = None) -> None:
         self._pin = pin
         self._device = device
+        self._locked = set[int]()
         self.lent_bytes = 0
         """Bytes in use."""
-        self._spare: list[MappedBlock] = []
+        self._spare: list[torch.Tensor] = []
         self._closed = False
-        # Guards the three above. A leaf lock: memory is mapped and pinned outside of it.
+        # Guards the three above. A leaf lock: memory is allocated and pinned outside of it.
         self._lock = threading.Lock()
 
     @contextmanager
-    def lease(self, nbytes: int) -> Iterator[Region]:
-        """``nbytes`` bytes for the length of a ``with`` block; the address is a multiple of 4,096.
+    def lease(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Lend ``nbytes`` bytes for the length of a ``with`` block. The address is a multiple of 4,096.
 
         Raises:
             OffloaderClosedError: after close.
@@ -67,17 +70,18 @@ class StagingPool:
         with self._lock:
             if self._closed:
                 raise OffloaderClosedError("a staging buffer was asked for after the pool was closed")
-            block = self._spare.pop() if self._spare else None
-        if block is not None and block.nbytes < need:
-            self._free([block])
-            block = None
-        block = block or self._create(need)
+            buffer = self._spare.pop() if self._spare else None
+        if buffer is not None and buffer.nbytes < need:
+            self._free([buffer])
+            buffer = None
+        if buffer is None:
+            buffer = self._create(need)
         with self._lock:
-            self.lent_bytes += block.nbytes
+            self.lent_bytes += buffer.nbytes
         try:
-            yield Region(block.address, nbytes)
+            yield buffer[:nbytes]
         finally:
-            self._give_back(block)
+            self._give_back(buffer)
 
     def close(self) -> None:
         """Free the spare buffers; lent ones are freed when their lease ends. Idempotent."""
@@ -86,32 +90,70 @@ class StagingPool:
             spare, self._spare = self._spare, []
         self._free(spare)
 
-    def _create(self, need: int) -> MappedBlock:
+    def _create(self, need: int) -> torch.Tensor:
         block = MappedBlock(need)
         if self._pin:
             code = lock_memory(block.address, block.nbytes, self._device)
-            block.locked = code == 0
             if code:
                 self._pin = False
                 _log.warning(
                     "CUDA could not lock staging memory (error %s); copies to and from the device are slower", code
                 )
-        return block
+            else:
+                self._locked.add(block.address)
+        return torch.frombuffer(block.export(), dtype=torch.uint8)
 
-    def _give_back(self, block: MappedBlock) -> None:
+    def _give_back(self, buffer: torch.Tensor) -> None:
         with self._lock:
-            self.lent_bytes -= block.nbytes
+            self.lent_bytes -= buffer.nbytes
             keep = not self._closed
             if keep:
-                self._spare.append(block)
+                self._spare.append(buffer)
         if not keep:
-            self._free([block])
+            self._free([buffer])
 
-    def _free(self, blocks: list[MappedBlock]) -> None:
-        for block in blocks:
-            if block.locked:
-                block.locked = False
-                unlock_memory(block.address, self._device)
+    def _free(self, buffers: Sequence[torch.Tensor]) -> None:
+        for buffer in buffers:
+            if (address := buffer.data_ptr()) in self._locked:
+                self._locked.remove(address)
+                unlock_memory(address, self._device)
+
+
+class SlabPool(StagingPool):
+    """Slabs of device memory in place of host memory. Each is registered once with the backend that moves it.
+
+    Args:
+        device: whose memory.
+        nbytes: of each slab; no lease may be larger.
+        count: of slabs that are made at once, which waits for all of the device's work. A thread that finds none makes
+            one more: as many as threads that move bytes keep them from waiting.
+        register: prepares a slab for transfers, and returns what undoes that. What it raises is passed on.
+    """
+
+    def __init__(
+        self, device: torch.device, nbytes: int, count: int, register: Callable[[Region], Callable[[], object]]
+    ) -> None:
+        super().__init__()
+        self._on, self._nbytes, self._register = device, nbytes, register
+        self._registered = dict[int, Callable[[], object]]()
+        try:
+            for _ in range(count):
+                self._spare.append(self._create(nbytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def _create(self, need: int) -> torch.Tensor:
+        memory = torch.empty(self._nbytes + _GPU_PAGE_BYTES, dtype=torch.uint8, device=self._on)
+        if (accelerator := accelerator_of(self._on)) is not None:
+            accelerator.synchronize()  # PyTorch may have lent it before, to work that is still queued
+        slab = memory[-memory.data_ptr() % _GPU_PAGE_BYTES :][: self._nbytes]
+        self._registered[slab.data_ptr()] = self._register(Region(slab.data_ptr(), slab.nbytes))
+        return slab
+
+    def _free(self, buffers: Sequence[torch.Tensor]) -> None:
+        for slab in buffers:
+            self._registered.pop(slab.data_ptr())()
 
 
 class _Loan(weakref.ref["ctypes.Array[ctypes.c_char]"]):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
+from lightning_ssd.common.accelerators import locks_host_memory
 from lightning_ssd.common.tensors import Region
+from lightning_ssd.memory.pools import SlabPool, StagingPool
 from lightning_ssd.storage.spill_file import Arena
 
-__all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_WORKERS", "Backend", "WrappedBackend"]
+__all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_WORKERS", "Backend", "WrappedBackend", "open_staging"]
 
 # Both from the sweep in docs/results/bench_io_cpu.md.
 DEFAULT_CHUNK_BYTES = 16 << 20
@@ -22,14 +27,15 @@ class Backend(Protocol):
 
     Both moves block, may be called from many threads at once, and do not hold the GIL while bytes move. They move
     exactly ``region.nbytes`` bytes or raise. The caller promises that ``offset`` and ``region.nbytes`` are multiples
-    of ``block_bytes`` and that the memory lives and stays as it is until the call returns (a backend that moves device
-    memory takes any ``nbytes``). The address may be anything: one that is no multiple of ``memory_alignment`` is moved
-    through a staging buffer, which costs a copy.
+    of ``block_bytes`` and that the memory lives and stays as it is until the call returns. The address may be anything:
+    one that is no multiple of ``memory_alignment`` is moved through a staging buffer, which costs a copy.
     """
 
     @property
     def name(self) -> str:
-        """The way that is taken, for reports: "posix O_DIRECT", "posix page cache", "kvikio GDS" or "kvikio POSIX"."""
+        """The way that is taken, for reports: "posix O_DIRECT", "posix page cache", "cuFile GDS", "kvikio GDS" or
+        "kvikio POSIX".
+        """
 
     @property
     def memory_alignment(self) -> int:
@@ -43,8 +49,11 @@ class Backend(Protocol):
         """Granularity of offsets, lengths and extents. Fixed."""
 
     @property
-    def moves_device_memory(self) -> bool:
-        """Whether addresses may be those of device memory."""
+    def register(self) -> Callable[[Region], Callable[[], object]] | None:
+        """Prepares device memory for transfers that begin at its first byte, and returns what undoes that.
+
+        It raises a StorageError if the memory cannot be moved. ``None``: the backend moves host memory only.
+        """
 
     def open_arena(self, directory: Path) -> Arena:
         """A new arena in ``directory``. The caller closes it, before the backend."""
@@ -91,3 +100,22 @@ class WrappedBackend:
 
     def close(self) -> None:
         self.inner.close()
+
+
+def open_staging(
+    backend: Backend, device: torch.device, *, nbytes: int = DEFAULT_CHUNK_BYTES, count: int = 1
+) -> StagingPool:
+    """Open the pool of what is between memory of ``device`` and a file. The caller closes it, before the backend.
+
+    Args:
+        backend: moves the buffers.
+        device: copies to and from them.
+        nbytes: of each slab of device memory.
+        count: of slabs that are made at once.
+
+    Raises:
+        StorageError: the backend cannot move device memory after all.
+    """
+    if backend.register is not None:
+        return SlabPool(device, nbytes, count, backend.register)
+    return StagingPool(pin=locks_host_memory(device), device=device)

@@ -1,16 +1,24 @@
-"""Whether bytes come back from a directory as they were written."""
+"""Whether bytes come back from a directory as they were written, and how fast."""
 
 from __future__ import annotations
 
+import time
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
+from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.tensors import Region
-from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Backend, open_staging
 
-__all__ = ["Rates", "read_back_ok"]
+__all__ = ["PROBE_BYTES", "Rates", "read_back_s"]
+
+PROBE_BYTES = 64 << 20
+"""Four chunks. Each directory is written so much by each way that is tried."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +31,37 @@ class Rates:
     """Rate of writes of each directory, where several were written to at once; 0: it has taken none."""
 
 
-def read_back_ok(
-    backend: Backend, directory: Path, *, device: torch.device | str = "cpu", nbytes: int = 1 << 20
-) -> bool:
-    """Whether random bytes come back as they were written, from and to memory of ``device``."""
+def read_back_s(
+    backend: Backend, directory: Path, device: torch.device = _CPU, *, nbytes: int = PROBE_BYTES
+) -> float | None:
+    """Move ``nbytes`` random bytes from memory of ``device`` to a file and back; return the seconds.
+
+    They go in chunks through the staging memory of the backend. Each read crosses a border between two chunks.
+
+    Returns:
+        ``None`` if other bytes came back.
+
+    Raises:
+        StorageError: they could not be moved.
+    """
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
-    written = numbers.to(device)
-    read = torch.zeros_like(written)
-    if written.is_cuda:
-        torch.cuda.synchronize(written.device)  # backends reach device memory outside of any stream
-    arena = backend.open_arena(directory)
-    try:
-        extent = arena.allocate(nbytes)
-        backend.write(arena, Region(written.data_ptr(), nbytes), extent.offset)
-        backend.read(arena, Region(read.data_ptr(), nbytes), extent.offset)
-    finally:
-        arena.close()
-    return torch.equal(written, read)
+    written = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu").to(device)
+    read, accelerator = torch.zeros_like(written), accelerator_of(device)
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> Region:
+        target.copy_(source)
+        if accelerator is not None:
+            accelerator.synchronize()  # backends reach device memory outside of any stream
+        return Region(target.data_ptr(), target.nbytes)
+
+    with closing(open_staging(backend, device)) as staging, closing(backend.open_arena(directory)) as arena:
+        offset, chunk = arena.allocate(nbytes).offset, min(DEFAULT_CHUNK_BYTES, nbytes)
+        with staging.lease(chunk) as staged:
+            begin_s = time.perf_counter()
+            for start, stop in pairwise([*range(0, nbytes, chunk), nbytes]):
+                backend.write(arena, copy(staged[: stop - start], written[start:stop]), offset + start)
+            for start, stop in pairwise([0, *range(chunk // 2, nbytes, chunk), nbytes]):
+                backend.read(arena, Region(staged.data_ptr(), stop - start), offset + start)
+                copy(read[start:stop], staged[: stop - start])
+            seconds = time.perf_counter() - begin_s
+    return seconds if torch.equal(written, read) else None

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning_ssd.common.profiling import spanned
 from lightning_ssd.common.tensors import Region
@@ -19,6 +19,7 @@ from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.filesystem import DirectAlignment, direct_alignment
+from lightning_ssd.storage.library import Verb
 from lightning_ssd.storage.spill_file import Arena
 
 __all__ = ["PosixBackend"]
@@ -29,8 +30,6 @@ _MAX_IDLE_CALLS = 3
 _SYNC_RANGE_FULLY = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE | WRITE | WAIT_AFTER of linux/fs.h
 _NO_SYNC_RANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP})
 _sync_file_range: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
-
-_Verb = Literal["write", "read"]
 
 
 class PosixBackend:
@@ -46,7 +45,7 @@ class PosixBackend:
         direct: ``False`` uses the page cache although the file system has direct I/O.
     """
 
-    moves_device_memory = False
+    register = None
 
     def __init__(self, directories: Sequence[str | os.PathLike[str]], *, direct: bool = True) -> None:
         self._staging = StagingPool()  # for addresses that direct I/O cannot take
@@ -111,8 +110,8 @@ class PosixBackend:
 
     def _proves(self, fd: int, directory: Path, alignment: int, block: int) -> bool:
         """Whether a block goes to the file and back at an address that has no more than this alignment."""
-        with self._staging.lease(3 * block + 2 * PAGE_BYTES) as region:
-            written = Region(region.address + alignment % PAGE_BYTES, block)
+        with self._staging.lease(3 * block + 2 * PAGE_BYTES) as buffer:
+            written = Region(buffer.data_ptr() + alignment % PAGE_BYTES, block)
             read = Region(written.address + 2 * block + PAGE_BYTES, block)
             pattern = os.urandom(block)
             ctypes.memmove(written.address, pattern, block)
@@ -142,7 +141,7 @@ class PosixBackend:
 
     # -- moving ------------------------------------------------------------------------------------------------
 
-    def _move(self, verb: _Verb, arena: Arena, region: Region, offset: int) -> None:
+    def _move(self, verb: Verb, arena: Arena, region: Region, offset: int) -> None:
         if region.nbytes == 0:
             return
         if offset % self.block_bytes or region.nbytes % self.block_bytes:
@@ -170,7 +169,7 @@ class PosixBackend:
                     raise ShortTransferError(error.errno, f"{what}: {error.strerror}") from error
                 raise as_storage_error(error, what) from error
 
-    def _move_aligned(self, verb: _Verb, fd: int, arena: Arena, region: Region, offset: int) -> None:
+    def _move_aligned(self, verb: Verb, fd: int, arena: Arena, region: Region, offset: int) -> None:
         if not arena.direct or region.address % self.memory_alignment == 0:
             try:
                 _transfer(verb, fd, region, offset, self.block_bytes)
@@ -180,11 +179,11 @@ class PosixBackend:
                     raise
         self._move_staged(verb, fd, region, offset)
 
-    def _move_staged(self, verb: _Verb, fd: int, region: Region, offset: int) -> None:
+    def _move_staged(self, verb: Verb, fd: int, region: Region, offset: int) -> None:
         step = DEFAULT_CHUNK_BYTES
         with self._staging.lease(min(region.nbytes, step)) as buffer:
             for done in range(0, region.nbytes, step):
-                part = Region(buffer.address, min(step, region.nbytes - done))
+                part = Region(buffer.data_ptr(), min(step, region.nbytes - done))
                 if verb == "write":
                     ctypes.memmove(part.address, region.address + done, part.nbytes)
                 _transfer(verb, fd, part, offset + done, self.block_bytes)
@@ -217,7 +216,7 @@ def _write_back(fd: int, nbytes: int, offset: int) -> None:
     os.fdatasync(fd)
 
 
-def _transfer(verb: _Verb, fd: int, region: Region, offset: int, block: int) -> None:
+def _transfer(verb: Verb, fd: int, region: Region, offset: int, block: int) -> None:
     """Move all of a region, in as many calls as the system needs (one, as a rule; at most 2 GiB each).
 
     After a short call it goes on at the last whole block, since direct I/O takes no other offset. EINTR is

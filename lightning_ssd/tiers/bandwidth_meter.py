@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_ssd.common.accelerators import accelerator_of
+from lightning_ssd.common.accelerators import accelerator_of, locks_host_memory
 from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.errors import StorageError
@@ -97,8 +97,6 @@ def measure_rates(
     mover, device = mover or HostMover(backend, None), torch.device(device)
     chunk = max(min(DEFAULT_CHUNK_BYTES, nbytes // _MIN_CHUNKS) // backend.block_bytes, 1) * backend.block_bytes
     source, target = (_memory(chunk, device) for _ in range(2))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # a backend may reach device memory outside of any stream
     after = mover.copies.mark()
     trials = [_Trial(source) for _ in range(nbytes * len(directories) // chunk)]
     events = EventLog()
@@ -150,9 +148,8 @@ def _memory(nbytes: int, device: torch.device) -> torch.UntypedStorage:
 def measure_copies(device: torch.device, *, nbytes: int = 64 << 20) -> Rates:
     """How fast bytes get from the device's memory to the host's (locked, where we can) and back."""
     accelerator = accelerator_of(device)
-    pin = accelerator is not None and accelerator.locks_host_memory
     on_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    on_host = torch.ones(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
+    on_host = torch.ones(nbytes, dtype=torch.uint8, device="cpu", pin_memory=locks_host_memory(device))
 
     def timed(target: torch.Tensor, source: torch.Tensor) -> float:
         begin_s = time.perf_counter()

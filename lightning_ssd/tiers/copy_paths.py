@@ -1,9 +1,9 @@
-"""How the bytes of one storage get between its memory and a tier: four ways, one contract.
+"""How the bytes of one storage get between its memory and a tier: three ways, one contract.
 
 * :class:`HostMover`: CPU memory, no copy. The aligned body goes straight from the tensor; the unaligned edges, less
   than a block each, stay in memory, and the reload gets memory of the same alignment.
-* :class:`StagedMover`: device memory through staging buffers and streams of our own (``tiers/streams.py``).
-* :class:`DeviceMover`: device memory that the backend moves by itself (GPUDirect Storage).
+* :class:`StagedMover`: device memory through staging buffers and streams of our own (``tiers/streams.py``). The buffers
+  are host memory, or slabs of device memory where the backend moves these by itself (GPUDirect Storage).
 * :class:`ArenaMover`: memory of any device to host memory and back, where the others go to a file.
 """
 
@@ -32,7 +32,6 @@ __all__ = [
     "HERE",
     "NO_EDGES",
     "ArenaMover",
-    "DeviceMover",
     "Edges",
     "HostMover",
     "Loaded",
@@ -72,7 +71,7 @@ class Piece(NamedTuple):
 
     @property
     def memory(self) -> Region:
-        """Where its bytes are in the storage, for those that reach them without a stream."""
+        """Where its bytes are in the storage; for memory of the host."""
         region: Region = new_tuple(Region, (self.storage.data_ptr() + self.start, self.nbytes))
         return region
 
@@ -101,8 +100,6 @@ class Mover(ABC):
     """Whether a worker may call ``allocate``, because no stream is asked."""
     outlasts = False
     """Whether a read is but copies, and goes on until the last of them has passed."""
-    uses_no_stream = False
-    """Whether ``load`` may be called only when ``after`` has passed."""
 
     def __init__(self, copies: CopyEngine) -> None:
         self.copies = copies
@@ -182,23 +179,23 @@ class HostMover(Mover):
 
 
 class _CopyingMover(Mover):
-    """Through host memory of ours: copy, mark, wait; copy, mark."""
+    """Through memory of ours: copy, mark, wait; copy, mark."""
 
     @abstractmethod
-    def _lend(self, piece: Piece, writer: torch.device | None = None) -> AbstractContextManager[Region]:
-        """Return host memory for one piece, ready for ``writer`` to fill."""
+    def _lend(self, piece: Piece, writer: torch.device | None = None) -> AbstractContextManager[torch.Tensor]:
+        """Return memory for one piece, ready for ``writer`` to fill."""
 
     def _put(self, region: Region, piece: Piece) -> None:
-        """Write host memory to where it is to wait, unless that is where it is."""
+        """Write memory of ours to where it is to wait, unless that is where it is."""
 
     def _get(self, region: Region, piece: Piece) -> None:
-        """Read host memory from where it waits."""
+        """Read memory of ours from where it waits."""
 
     def store(self, piece: Piece, *, check: bool) -> int | None:
         with ExitStack() as stack:
-            region = stack.enter_context(self._lend(piece, piece.storage.device))
+            staged = stack.enter_context(self._lend(piece, piece.storage.device))
             mark = self.copies.copy_out(
-                host_bytes(region.address, piece.nbytes),
+                staged[: piece.nbytes],
                 storage_bytes(piece.storage, piece.start, piece.nbytes),
                 piece.after or self.copies.mark(),
             )
@@ -207,17 +204,17 @@ class _CopyingMover(Mover):
             except BaseException:
                 self.lost.extend((piece.storage, stack.pop_all()))
                 raise
-            self._put(region, piece)
-            return checksum(Region(region.address, piece.nbytes)) if check else None
+            self._put(Region(staged.data_ptr(), staged.nbytes), piece)
+            return checksum(Region(staged.data_ptr(), piece.nbytes)) if check else None
 
     def load(self, piece: Piece, expected: int | None) -> Loaded | None:
         with ExitStack() as stack:
-            region = stack.enter_context(self._lend(piece))
-            self._get(region, piece)
-            if expected is not None and checksum(Region(region.address, piece.nbytes)) != expected:
+            staged = stack.enter_context(self._lend(piece))
+            self._get(Region(staged.data_ptr(), staged.nbytes), piece)
+            if expected is not None and checksum(Region(staged.data_ptr(), piece.nbytes)) != expected:
                 return None
             target = storage_bytes(piece.storage, piece.start, piece.nbytes)
-            source = host_bytes(region.address, piece.nbytes)
+            source = staged[: piece.nbytes]
 
             def bring_in() -> StreamEvent:
                 return self.copies.copy_in(target, source, piece.after or self.copies.mark())
@@ -229,11 +226,11 @@ class _CopyingMover(Mover):
 
 
 class StagedMover(_CopyingMover):
-    """Device memory to a file, through (pinned) staging buffers.
+    """Device memory to a file, through staging buffers: pinned host memory, or slabs of the device's.
 
     Args:
         backend: moves the staging buffers, which are aligned and whole blocks long.
-        staging: lends the buffers.
+        staging: lends the buffers. With checksums these are host memory.
         copies: the streams.
     """
 
@@ -242,7 +239,7 @@ class StagedMover(_CopyingMover):
         self._backend = backend
         self._staging = staging
 
-    def _lend(self, piece: Piece, writer: torch.device | None = None) -> AbstractContextManager[Region]:
+    def _lend(self, piece: Piece, writer: torch.device | None = None) -> AbstractContextManager[torch.Tensor]:
         return self._staging.lease(round_up(piece.nbytes, self._backend.block_bytes))
 
     def _put(self, region: Region, piece: Piece) -> None:
@@ -265,30 +262,10 @@ class ArenaMover(_CopyingMover):
         self.outlasts = copies.is_asynchronous
         self._arena = arena
 
-    def _lend(self, piece: Piece, writer: torch.device | None = None) -> AbstractContextManager[Region]:
+    def _lend(self, piece: Piece, writer: torch.device | None = None) -> AbstractContextManager[torch.Tensor]:
         if writer is not None:
             self._arena.prepare(Extent(piece.offset, piece.nbytes), writer)
-        return nullcontext(self._arena.region(piece.offset, piece.nbytes))
-
-
-class DeviceMover(Mover):
-    """Device memory that the backend reaches by itself. Checksums need the bytes on the host: use StagedMover."""
-
-    uses_no_stream = True
-
-    def __init__(self, backend: Backend, copies: CopyEngine) -> None:
-        super().__init__(copies)
-        self._backend = backend
-
-    def store(self, piece: Piece, *, check: bool) -> int | None:
-        if piece.after is not None:
-            piece.after.synchronize()
-        self._backend.write(piece.arena, piece.memory, piece.offset)
-        return None
-
-    def load(self, piece: Piece, expected: int | None) -> Loaded | None:
-        self._backend.read(piece.arena, piece.memory, piece.offset)
-        return HERE
+        return nullcontext(host_bytes(*self._arena.region(piece.offset, piece.nbytes)))
 
 
 def storage_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:

@@ -457,8 +457,6 @@ class Read(Transfer):
     def _load(self, stored: StoredBytes, piece: Piece, expected: int | None) -> Loaded:
         """Read one piece; once more when that failed or the bytes are wrong."""
         mover = self._tier.mover
-        if mover.uses_no_stream:  # kernels queued earlier may still use this memory under its former owner
-            self._await(piece.after)
         try:
             loaded = mover.load(piece, expected)
             if loaded is not None:

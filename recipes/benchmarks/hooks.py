@@ -79,8 +79,8 @@ class InstantBackend(WrappedBackend):
         return "memory, in place of a drive"
 
     @property
-    def moves_device_memory(self) -> bool:
-        return False  # whatever the inner one can: what is measured goes through staging buffers
+    def register(self) -> None:
+        return None  # whatever the inner one can: what is measured goes through staging buffers
 
     def write(self, arena: Arena, region: Region, offset: int) -> None:
         self._chunks[id(arena), offset] = ctypes.string_at(region.address, region.nbytes)

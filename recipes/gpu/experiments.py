@@ -13,7 +13,7 @@ from recipes.gpu.sizes import GIB, MIB, Room, io_bytes, optimizer_layers, step_a
 __all__ = ["FACTS", "Experiment", "allot", "command_line", "make_experiments", "of_facts"]
 
 FACTS = "machine"
-_KVIKIO = "tests/storage/test_kvikio.py"
+_CUFILE, _KVIKIO = "tests/storage/test_cufile.py", "tests/storage/test_kvikio.py"
 _NUM_TESTED_FIRST = 3
 """Of the experiments that are tests: the others come last, when there is time left."""
 _NUM_SWEPT = 17
@@ -116,7 +116,7 @@ def _checked(experiment: Experiment, facts: Mapping[str, Any], reason: str) -> E
 def _tests(files: Sequence[str], *, rehearse: bool) -> list[Experiment]:
     parity = [file for file in files if file.startswith("tests/parity/")]
     weights = [file for file in files if file.startswith("tests/parameters/")]
-    storage = [file for file in files if file not in (*parity, *weights, _KVIKIO)]
+    storage = [file for file in files if file not in (*parity, *weights, _CUFILE, _KVIKIO)]
     # On a CPU the tests for a card are skipped, which still tries their collection; some of the parity tests run there.
     choice = (
         ("-m", "not gpu and not slow", "-k", "cpu and test_activations and not full") if rehearse else ("-m", "gpu")
@@ -214,14 +214,20 @@ def _drives(room: Room | None, directory: Path, *, rehearse: bool) -> list[Exper
             least_s=30,
             skip="" if rehearse or layers else "the drive has no room for the states of two layers",
         ),
-        Experiment(
-            name="kvikio",
-            question="does kvikio load, with GPUDirect Storage?",
-            kind="tests",
-            command=(*_PYTEST, "--junitxml={result}", _KVIKIO),
-            limit_s=120 if rehearse else 40,
-            least_s=15,
-            needs=("kvikio-cu12", "kvikio-cu13"),
+        *(
+            Experiment(
+                name=name,
+                question=f"does {name} load, with GPUDirect Storage?",
+                kind="tests",
+                command=(*_PYTEST, "--junitxml={result}", file),
+                limit_s=120 if rehearse else 40,
+                least_s=15,
+                needs=needs,
+            )
+            for name, file, needs in (
+                ("cuFile", _CUFILE, ("cuda-bindings",)),
+                ("kvikio", _KVIKIO, ("kvikio-cu12", "kvikio-cu13")),
+            )
         ),
     ]
 

@@ -24,7 +24,7 @@ __all__ = ["inspect_machine", "main"]
 
 PACKAGES = (
     *("torch", "triton", "lightning", "pytorch-lightning", "xxhash", "numpy", "pytest", "pytest-timeout"),
-    *("transformers", "kvikio-cu12", "kvikio-cu13", "hydra-core", "wandb"),
+    *("transformers", "cuda-bindings", "kvikio-cu12", "kvikio-cu13", "hydra-core", "wandb"),
 )
 PROGRAMS = ("nvidia-smi", "findmnt", "git", "fio", "gcc", "nsys")
 _DRIVER = "name,driver_version,memory.total,pcie.link.gen.max"

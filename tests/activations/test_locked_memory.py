@@ -8,6 +8,7 @@ import torch
 
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy, _assembly
 from lightning_ssd.activations import saved_pass
+from lightning_ssd.storage import backend
 from tests.support.host_traffic import wait_until
 from tests.support.late import late_copies
 from tests.support.pretended_driver import AHEAD
@@ -18,7 +19,8 @@ LENGTH, SIDE = 12, 512
 
 @pytest.fixture(autouse=True)
 def locks(monkeypatch):
-    monkeypatch.setattr(_assembly, "_locks_host_memory", lambda device: True)
+    for module in (_assembly, backend):
+        monkeypatch.setattr(module, "locks_host_memory", lambda device: True)
 
 
 def step(offloader=None):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ssd.cli import machine
 from lightning_ssd.errors import BackendUnavailableError
 from tests.support.commands import command, said
 
@@ -33,18 +32,15 @@ def test_a_directory_on_a_drive_is_ready_and_stays_as_it_was(spill_dir):
 
 def test_json_has_all_that_is_asked_for(spill_dir):
     facts = findings(spill_dir)
-    assert set(facts) == {
-        *("versions", "accelerator", "kvikio", "memory", "directories", "backend", "notes", "problems")
-    }
+    assert set(facts) == {*("versions", "accelerator", "memory", "directories", "backend", "notes", "problems")}
     assert {"python", "torch", "lightning", "hydra-core", "wandb", "lightning_ssd"} == set(facts["versions"])
-    assert {"is_usable", "has_gds", "reason", "version"} <= set(facts["kvikio"])
     assert {"host_bytes", "cgroup_limit_bytes", "memlock_bytes", "malloc"} <= set(facts["memory"])
     (directory,) = facts["directories"]
     assert directory["path"] == str(spill_dir)
     assert directory["kind"] in ("local", "overlay")
     assert 0 < directory["free_bytes"] <= directory["total_bytes"]
     assert facts["backend"]["asked"] == "auto"
-    assert facts["backend"]["chosen"] in ("posix O_DIRECT", "posix page cache", "kvikio GDS")
+    assert facts["backend"]["chosen"] in ("posix O_DIRECT", "posix page cache", "cuFile GDS")
     assert facts["problems"] == []
 
 
@@ -132,14 +128,6 @@ def test_kvikio_that_is_not_here_is_refused_only_if_asked_for(spill_dir, monkeyp
     done = run(spill_dir, "--backend", "kvikio")
     assert done.exit_code == 1
     assert "kvikio does not load (test)" in said(done)
-
-
-def test_what_kvikio_says_of_gds_is_told(spill_dir, monkeypatch):
-    monkeypatch.setattr(machine, "gds_status", lambda: (True, "GDS is available (test)"))
-    facts = findings(spill_dir, "--backend", "posix")
-    assert facts["kvikio"]["has_gds"]
-    assert facts["kvikio"]["reason"] == "GDS is available (test)"
-    assert facts["backend"]["is_gds_active"] is False
 
 
 def test_a_mistyped_backend_has_the_exit_code_of_usage(spill_dir):

@@ -1,6 +1,5 @@
 """Staging buffers: aligned, used again, and pinned where a device copies."""
 
-import ctypes
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -8,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory import pools
-from lightning_ssd.memory.pools import ReloadPool, StagingPool
+from lightning_ssd.memory.pools import ReloadPool, SlabPool, StagingPool
 from tests.support.patience import PATIENCE_S
 from tests.support.threads import at_once
 
@@ -26,28 +25,28 @@ class TestStagingPool:
 
     @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 5000, MIB + 1, 3 * MIB])
     def test_buffers_are_aligned_exact_and_writable(self, pool, nbytes):
-        with pool.lease(nbytes) as region:
-            assert region.nbytes == nbytes
-            assert region.address % 4096 == 0
+        with pool.lease(nbytes) as buffer:
+            assert buffer.nbytes == nbytes
+            assert buffer.data_ptr() % 4096 == 0
             assert pool.lent_bytes == -(-nbytes // 4096) * 4096
-            ctypes.memset(region.address, 7, nbytes)
+            buffer.fill_(7)
         assert pool.lent_bytes == 0
 
     def test_there_are_no_more_than_threads_that_lease(self, pool):
         for nbytes in (3 * MIB, MIB, 4 * MIB, 4096):
             with pool.lease(nbytes), pool.lease(nbytes):
                 assert pool.lent_bytes <= 8 * MIB
-        assert [block.nbytes for block in pool._spare] == [4 * MIB] * 2
+        assert [buffer.nbytes for buffer in pool._spare] == [4 * MIB] * 2
 
     def test_threads_never_share_a_buffer(self, pool):
         meet, wrong = threading.Barrier(8, timeout=PATIENCE_S), []
 
         def work(number):
             for turn in range(100):
-                with pool.lease(((number + turn) % 8 * MIB) // 8 + 1) as region:
-                    ctypes.memset(region.address, number, region.nbytes)
+                with pool.lease(((number + turn) % 8 * MIB) // 8 + 1) as buffer:
+                    buffer.fill_(number)
                     meet.wait()
-                    if ctypes.string_at(region.address, region.nbytes) != bytes([number]) * region.nbytes:
+                    if not (buffer == number).all():
                         wrong.append((number, turn))
 
         at_once(*(lambda number=number: work(number) for number in range(8)))
@@ -65,10 +64,10 @@ class TestStagingPool:
         assert pool.lent_bytes == 0
 
     def test_close(self, pool):
-        with pool.lease(4096) as region:
+        with pool.lease(4096) as buffer:
             pool.close()
             pool.close()
-            ctypes.memset(region.address, 1, region.nbytes)
+            buffer.fill_(1)
         assert pool.lent_bytes == len(pool._spare) == 0
         with pytest.raises(OffloaderClosedError, match="after the pool was closed"), pool.lease(1):
             pass
@@ -91,8 +90,8 @@ class TestStagingPool:
         monkeypatch.setattr(pools.torch.cuda, "device", on)
         pool, leased = StagingPool(pin=True, device=torch.device("cuda", 3)), []
         for nbytes in (MIB, MIB, MIB, 4 * MIB):
-            with pool.lease(nbytes) as region:
-                leased.append(region.address)
+            with pool.lease(nbytes) as buffer:
+                leased.append(buffer.data_ptr())
         pool.close()
         small, large = leased[0], leased[3]
         assert calls == [call for at in (small, large) for call in (("pin", at, "cuda:3", 1), ("unpin", at, "cuda:3"))]
@@ -123,10 +122,54 @@ class TestStagingPool:
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     def test_pinned_for_real(self):
         pool = StagingPool(pin=True)
-        with pool.lease(MIB) as region:
-            host = torch.frombuffer((ctypes.c_ubyte * MIB).from_address(region.address), dtype=torch.uint8)
-            assert host.is_pinned()
+        with pool.lease(MIB) as buffer:
+            assert buffer.is_pinned()
         pool.close()
+
+
+class Registrations:
+    """Of slabs; the ``refused``-th one fails."""
+
+    def __init__(self, refused=None):
+        self.calls, self.open, self._refused = 0, {}, refused
+
+    def __call__(self, slab):
+        self.calls += 1
+        if self.calls == self._refused:
+            raise StorageError("no room in the BAR (test)")
+        self.open[slab.address] = slab.nbytes
+        return lambda: self.open.pop(slab.address)
+
+
+class TestSlabPool:
+    def test_each_slab_is_registered_once_whole_pages_of_a_gpu(self):
+        register = Registrations()
+        pool = SlabPool(torch.device("cpu"), MIB, 2, register)
+        assert list(register.open.values()) == [MIB, MIB]
+        assert not any(address % (64 << 10) for address in register.open)
+        for nbytes in (4096, MIB, 8192):
+            with pool.lease(nbytes) as one, pool.lease(nbytes) as other:
+                assert {one.data_ptr(), other.data_ptr()} == set(register.open)
+                assert one.nbytes == nbytes
+        with pool.lease(1), pool.lease(1), pool.lease(1):
+            assert register.calls == len(register.open) == 3, "a thread more than was promised"
+        pool.close()
+        assert not register.open
+
+    def test_a_slab_that_is_lent_is_deregistered_when_it_comes_back(self):
+        register = Registrations()
+        pool = SlabPool(torch.device("cpu"), MIB, 1, register)
+        with pool.lease(1):
+            pool.close()
+            assert register.open
+        assert not register.open
+
+    def test_what_was_registered_before_a_refusal_is_not_left(self):
+        register = Registrations(refused=3)
+        with pytest.raises(StorageError, match="no room in the BAR"):
+            SlabPool(torch.device("cpu"), MIB, 4, register)
+        assert register.calls == 3
+        assert not register.open
 
 
 def test_no_memory_is_said_so():

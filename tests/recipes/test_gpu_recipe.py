@@ -29,6 +29,7 @@ CARD = {
 }
 FILES = [
     "tests/parity/test_cuda.py",
+    "tests/storage/test_cufile.py",
     "tests/storage/test_kvikio.py",
     "tests/memory/test_staging.py",
     "tests/test_a.py",
@@ -57,6 +58,7 @@ def made(facts, *, rehearse=False):
 @pytest.mark.parametrize(
     ("changed", "name", "reason"),
     [
+        ({}, "cuFile", "cuda-bindings is not installed"),
         ({}, "kvikio", "kvikio-cu12 or kvikio-cu13 is not installed"),
         ({"has_cuda": False}, "steps", r"PyTorch 2.13.0 sees no CUDA device"),
         ({"missing": "no lightning"}, "tensors", "the package cannot be imported: no lightning"),
@@ -65,7 +67,7 @@ def made(facts, *, rehearse=False):
 )
 def test_what_cannot_run_says_why(changed, name, reason):
     assert reason in made(CARD | changed)[name].skip
-    assert not any(experiment.skip for other, experiment in made(CARD).items() if other != "kvikio")
+    assert not any(experiment.skip for other, experiment in made(CARD).items() if other not in ("cuFile", "kvikio"))
 
 
 def is_running(pid):

@@ -8,7 +8,7 @@ import pytest
 from lightning_ssd import HardwareProfile, Offloader, OffloadPolicy
 from lightning_ssd.errors import ConfigError, UnsuitablePathError
 from lightning_ssd.storage import filesystem
-from lightning_ssd.storage.drive_probe import read_back_ok
+from lightning_ssd.storage.drive_probe import read_back_s
 from lightning_ssd.storage.filesystem import DirectAlignment, check_directory, direct_alignment, inspect_directory
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
@@ -115,8 +115,8 @@ class TestDirectAlignment:
 
 class TestMeasuring:
     def test_read_back_notices_one_bit(self, tmp_path):
-        backend = FaultyBackend(PosixBackend([tmp_path]), corrupt_read=lambda index: index == 1)
-        assert [read_back_ok(backend, tmp_path) for _ in range(3)] == [True, False, True]
+        backend = FaultyBackend(PosixBackend([tmp_path]), corrupt_read=lambda index: index == 2)  # two for each
+        assert [read_back_s(backend, tmp_path, nbytes=1 << 20) is None for _ in range(3)] == [False, True, False]
         backend.close()
 
     def test_failures_pass_through(self, tmp_path):

@@ -164,7 +164,7 @@ class TestAlignment:
     def test_staging_buffers_are_given_back(self, direct, direct_arena):
         assert write_and_read(direct, direct_arena, 40 << 20, 3)
         assert direct._staging.lent_bytes == 0
-        assert [block.nbytes for block in direct._staging._spare] == [DEFAULT_CHUNK_BYTES]
+        assert [buffer.nbytes for buffer in direct._staging._spare] == [DEFAULT_CHUNK_BYTES]
 
     def test_learns_that_a_drive_wants_more(self, direct, direct_arena, monkeypatch):
         def change(real, fd, view, offset):

@@ -230,15 +230,6 @@ class PretendedDevice:
             if not is_end and any(m.key.alive() and _overlap(m.region, region) for m in self._memories.values()):
                 self._fault(f"{what}: this is memory of the device")
 
-    def reached_by_drive(self, region, *, is_write):
-        """A drive reads or fills memory of the device, outside of any stream: this thread has waited for all users."""
-        with self._changed:
-            for memory in self._memories.values():
-                if memory.key.alive() and _overlap(memory.region, region):
-                    self._check_written(memory, "the drive", self._seen)
-                    if is_write:
-                        self._check_reads(memory, "the drive", self._seen)
-
     def freed(self, region, what):
         """Host memory goes back to its pool."""
         self.host_used(region, what=f"{what} was given back", is_write=True, is_end=True)

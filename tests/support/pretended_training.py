@@ -87,8 +87,8 @@ def poison_what_is_freed(patch, device):
     """Whoever still uses what goes back to a pool makes a fault, and gets other bytes."""
     take, checksum = BufferPool.take, copy_paths.checksum
 
-    def give_back_staging(pool, block):
-        device.freed(Region(block.address, block.nbytes), "a staging buffer")
+    def give_back_staging(pool, buffer):
+        device.freed(Region(buffer.data_ptr(), buffer.nbytes), "a staging buffer")
 
     def free_host(arena, extent):
         if arena._block is not None:
@@ -230,10 +230,3 @@ class WatchedBackend(WrappedBackend):
     def read(self, arena, region, offset):
         self._tell(region, "a read filled a buffer", is_write=True)
         self.inner.read(arena, region, offset)
-
-
-class DriveOfDevice(WatchedBackend):
-    """A drive that reads and fills memory of the device by itself."""
-
-    def _tell(self, region, what, *, is_write):
-        self._device.reached_by_drive(region, is_write=is_write)
