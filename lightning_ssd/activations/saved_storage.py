@@ -22,7 +22,9 @@ Note: A storage that is saved in parts
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -44,40 +46,16 @@ if TYPE_CHECKING:
 __all__ = ["Lease", "SavedStorage", "SavedTensor", "begin_saved", "open_saved", "shows_all"]
 
 
+@dataclass(init=False, repr=False, eq=False, slots=True)
 class SavedStorage(Watched, Probe):
     """One storage that autograd saved, whatever number of tensors over it; the probe of the first one.
 
     A weak reference to its lease, which it returns as long as that lives. :func:`open_saved` begins it.
     """
 
-    __slots__ = (
-        "accounting",
-        "ahead",
-        "alias",
-        "cdata",
-        "error",
-        "home",
-        "identity",
-        "index",
-        "is_on_host",
-        "is_whole",
-        "key",
-        "mark",
-        "nbytes",
-        "num_tensors",
-        "num_unpacked",
-        "operation",
-        "owner",
-        "produced",
-        "read",
-        "saved",
-        "state",
-        "stored",
-        "tier",
-    )
-
     stays = False
     accounting: MemoryAccounting
+    alias: torch.Tensor
     ahead: bool  # whether it was brought up, or held back, before it was asked for
     cdata: int  # number of the storage that was saved
     error: BaseException | None  # error of the last read, until it is raised
@@ -96,8 +74,10 @@ class SavedStorage(Watched, Probe):
     num_unpacked: int
     operation: Operation | None  # the operation that may fill it after having saved it
     is_whole: bool  # whether the first saved tensor showed all of it
+    owner: weakref.ref[torch.Tensor]
     produced: StreamEvent  # passes when the packed bytes are there
     read: Read | None  # the read that is under way, with others in it
+    saved: int
     state: State
     stored: StoredBytes | None  # the bytes on a tier, from the end of their write until the storage is freed
     tier: Tier | None  # tier that it was sent to
