@@ -106,26 +106,6 @@ class MemoryAccounting:
         self.counters.resident_bytes = sum(record.nbytes for record in live if record.is_resident)
         self._away_on_host_bytes = sum(r.nbytes for r in live if r.is_on_host and not r.is_resident)
 
-    def opened(self, record: SavedStorage | KeptStorage) -> None:
-        """A new saved storage, in memory."""
-        counters, nbytes = self.counters, record.nbytes
-        counters.num_saved += 1
-        counters.bytes_saved += nbytes
-        counters.bytes_kept += nbytes if record.stays else 0
-        self.saved_bytes = saved_bytes = self.saved_bytes + nbytes
-        if saved_bytes > counters.saved_peak_bytes:
-            counters.saved_peak_bytes = saved_bytes
-            self.most_saved_bytes = max(self.most_saved_bytes, saved_bytes)
-        if self.recorder is not None:
-            self.recorder.saved(id(record), nbytes)
-            self.recorder.entered(id(record), nbytes)
-        counters.resident_bytes += nbytes
-        if counters.resident_bytes > counters.resident_peak_bytes or counters.resident_bytes > self.window_peak_bytes:
-            self._rise()
-        if self.saved_bytes >= self._worst.saved_bytes:
-            resident, on_host = counters.resident_bytes, self._away_on_host_bytes
-            self._worst = SavedBytes(self.saved_bytes, resident, on_host, self._worst.recomputed_bytes)
-
     def recomputed(self, nbytes: int) -> None:
         """Blocks of one pass have saved so much again by now."""
         self._worst = replace(self._worst, recomputed_bytes=max(self._worst.recomputed_bytes, nbytes))
@@ -160,15 +140,20 @@ class MemoryAccounting:
             self._away_on_host_bytes -= record.nbytes if record.is_on_host else 0
             if self.recorder is not None:
                 self.recorder.entered(id(record), record.nbytes)
-        if counters.resident_bytes > counters.resident_peak_bytes or counters.resident_bytes > self.window_peak_bytes:
-            self._rise()
+        self._note_peaks()
 
-    def _rise(self) -> None:
-        """More is resident than ever before, if what is leaving has not gone by now."""
-        counters = self.counters
-        self.sweep_all()
-        counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
-        self.window_peak_bytes = max(self.window_peak_bytes, counters.resident_bytes)
+    def _note_peaks(self) -> None:
+        """More is saved, or resident, than before: note what is more than ever."""
+        counters, saved_bytes = self.counters, self.saved_bytes
+        if counters.resident_bytes > counters.resident_peak_bytes or counters.resident_bytes > self.window_peak_bytes:
+            self.sweep_all()  # what is leaving may have gone by now
+            counters.resident_peak_bytes = max(counters.resident_peak_bytes, counters.resident_bytes)
+            self.window_peak_bytes = max(self.window_peak_bytes, counters.resident_bytes)
+        counters.saved_peak_bytes = max(counters.saved_peak_bytes, saved_bytes)
+        self.most_saved_bytes = max(self.most_saved_bytes, saved_bytes)
+        if saved_bytes >= self._worst.saved_bytes:
+            resident, on_host = counters.resident_bytes, self._away_on_host_bytes
+            self._worst = SavedBytes(saved_bytes, resident, on_host, self._worst.recomputed_bytes)
 
     def vacate(self, *records: SavedStorage | KeptStorage) -> None:
         """Memory of saved storages has gone."""
@@ -191,7 +176,8 @@ class MemoryAccounting:
             else:
                 record.state = State.ON_DISK
                 gone.append(record)
-        self.vacate(*gone)
+        if gone:
+            self.vacate(*gone)
 
     def sweep_all(self) -> None:
         """Look at all that are leaving."""
@@ -203,14 +189,26 @@ class MemoryAccounting:
         Written out, since each call within would be one for each storage.
         """
         notes, watched, by_storage, recorder = self.notes, self.watched, self.by_storage, self.recorder
+        counters, has_grown = self.counters, False
         while notes:
             record = notes[0]
             key = id(record)
             # One without a state was never opened: others had saved its storage, or an interrupt came.
             if key not in watched and getattr(record, "state", State.FREED) is not State.FREED:
-                self.opened(record)
-                watched[key] = record
+                nbytes = record.nbytes
+                counters.num_saved += 1
+                counters.bytes_saved += nbytes
+                counters.bytes_kept += nbytes if record.stays else 0
+                counters.resident_bytes += nbytes
+                self.saved_bytes += nbytes
+                if recorder is not None:
+                    recorder.saved(key, nbytes)
+                    recorder.entered(key, nbytes)
+                watched[key], has_grown = record, True
             if record() is None and key in watched:
+                if has_grown:
+                    self._note_peaks()
+                    has_grown = False
                 nbytes = record.nbytes
                 if recorder is not None:  # first: that its memory goes is no journey
                     recorder.freed(key, nbytes, None if record.tier is None else record.tier.name)
@@ -221,6 +219,8 @@ class MemoryAccounting:
                     self.saved_bytes -= nbytes
                     self._away_on_host_bytes -= nbytes if record.is_on_host else 0
             notes.popleft()  # last: an interrupted call is made good by the next one
+        if has_grown:
+            self._note_peaks()
         if self.unwanted:
             self.free_unwanted()
         if self.leaving:

@@ -57,7 +57,7 @@ class KeptStorage(Watched):
         home, self.home = self.home, None
         if home is not None:
             home.num_freed += 1
-        if self.is_resident:
+        if self.state is State.KEPT:
             self.accounting.vacate(self)
         self.state = State.FREED
 

@@ -161,7 +161,11 @@ def hooks_of(
             if len(sizes) > index and not (index < num_expected and expected[index] == sizes[index]):
                 num_expected = 0
             return packed
-        kept = *keep(tensor), share
+        node = tensor.grad_fn
+        if node is None:
+            kept: Any = tensor, tensor._version, weakref.ref(tensor), share
+        else:
+            kept = tensor.detach(), tensor._version, node.name(), tensor.output_nr, share
         if is_cpu:  # the work that a device has queued hides so short a time
             counters.hook_s += clock() - begin_s
         return kept

@@ -175,7 +175,7 @@ class Write(Transfer):
                     one.cuts = ((head, body),)
                 else:
                     one.cuts = tier.cut(head, body, None if whole is None else whole.extent)
-                one.checksums = [None] * len(one.cuts) if tier.wants_check() else None
+                one.checksums = [None] * len(one.cuts) if tier.wants_check and tier.wants_check() else None
 
     def _find_room(self, group: Sequence[_Outgoing]) -> None:
         """Take room for storages together; where there is none for all of them, for each by itself."""
@@ -418,7 +418,14 @@ class Read(Transfer):
         if storage is None:
             raise RuntimeError(f"{incoming.stored.label} is read, and has no memory to go to; report it")
         piece = self._tier.piece(storage, part, *cut, incoming.after)
-        loaded = self._load(incoming.stored, piece, expected)
+        try:
+            loaded = self._tier.mover.load(piece, expected)
+        except OSError as refusal:
+            # As text: a log handler may keep its records, and the traceback holds the memory that we read into.
+            _log.warning("reading %s again after: %s", incoming.stored.label, str(refusal))
+            loaded = None
+        if loaded is None:
+            loaded = self._load_again(incoming.stored, piece, expected)
         if loaded is HERE:
             return None
         with self._order:
@@ -454,18 +461,10 @@ class Read(Transfer):
         self._tier.let_go([incoming.stored], loaded)
         return None
 
-    def _load(self, stored: StoredBytes, piece: Piece, expected: int | None) -> Loaded:
-        """Read one piece; once more when that failed or the bytes are wrong."""
-        mover = self._tier.mover
-        try:
-            loaded = mover.load(piece, expected)
-            if loaded is not None:
-                return loaded
-        except OSError as error:
-            # As text: a log handler may keep its records, and the traceback holds the memory that we read into.
-            _log.warning("reading %s again after: %s", stored.label, str(error))
+    def _load_again(self, stored: StoredBytes, piece: Piece, expected: int | None) -> Loaded:
+        """Read one piece once more, because that failed or the bytes were wrong."""
         self._tier.num_retries += 1
-        loaded = mover.load(piece, expected)
+        loaded = self._tier.mover.load(piece, expected)
         if loaded is None:
             raise CorruptionError(
                 f"{stored.label}: {piece.nbytes} bytes at offset {piece.offset} of the spill file in "

@@ -63,8 +63,8 @@ class Tier:
     ) -> None:
         self.mover = mover
         self._arenas = arenas
-        self.wants_check = sampler.wants
-        """Says whether the next storage gets checksums."""
+        self.wants_check = None if sampler.mode == "off" else sampler.wants
+        """Says whether the next storage gets checksums; ``None``: none does."""
         self._chunk_bytes = chunk_bytes
         self._num_workers = num_workers * len(arenas)
         self.is_striped = len(arenas) > 1
