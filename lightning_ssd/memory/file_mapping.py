@@ -25,16 +25,17 @@ from lightning_ssd.memory.mmap import (
     map_anonymous,
 )
 
-__all__ = ["READ_BYTES", "FileView", "drop_pages"]
+__all__ = ["READ_BYTES", "FileView", "page_out", "private_file_ranges"]
 
 READ_BYTES = 4 << 20
 """Size of a view that shows files only to have them read (:meth:`FileView.read`)."""
 
 _FIXED = 0x10  # MAP_FIXED and MAP_NORESERVE, which Python does not name (everywhere)
 _NORESERVE = 0x4000
-_WILLNEED = 3  # MADV_WILLNEED, MADV_DONTNEED, MADV_COLD (Linux 5.4) and MADV_POPULATE_READ (5.14), likewise
+_WILLNEED = 3  # MADV_WILLNEED, MADV_DONTNEED, MADV_COLD, MADV_PAGEOUT (both Linux 5.4) and MADV_POPULATE_READ (5.14)
 _DONTNEED = 4
 _COLD = 20
+_PAGEOUT = 21
 _POPULATE_READ = 22
 _POPULATE_BYTES = 16 << 20
 """Most bytes of one request: a thread that maps or unmaps memory meanwhile waits for one."""
@@ -175,8 +176,19 @@ class FileView:
         return torch.frombuffer(array, dtype=dtype).as_strided(shape, stride)
 
 
-def drop_pages(address: int, nbytes: int) -> None:
-    """Give back the whole pages of a range that can be reached no more, whatever was written to them."""
+def page_out(address: int, nbytes: int) -> None:
+    """Have the system take the whole pages of a range out of memory. Their bytes stay: a touch brings them back."""
     start, stop = round_up(address, PAGE_BYTES), (address + nbytes) // PAGE_BYTES * PAGE_BYTES
     if start < stop:
-        libc.madvise(start, stop - start, _DONTNEED)
+        libc.madvise(start, stop - start, _PAGEOUT)
+
+
+def private_file_ranges() -> list[tuple[int, int]]:
+    """Return where this process maps files privately: the first address, and the one after the last; [] if unknown."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            lines = [line.split(None, 5) for line in maps]
+    except FileNotFoundError:
+        return []
+    files = [addresses.split(b"-") for addresses, rights, _, _, inode, *_ in lines if inode != b"0" and b"p" in rights]
+    return [(int(first, 16), int(end, 16)) for first, end in files]

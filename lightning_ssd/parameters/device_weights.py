@@ -67,7 +67,7 @@ class DeviceWeights(PagedWeights[DeviceMemory]):
     def _why_it_stays(self, weights: SharedWeights, place: Place) -> str | None:
         if place[1] is None and not self._builders:
             return "its forward is compiled as a whole; compile each block instead (block.compile())"
-        if weights.slices is not None:
+        if weights.shows_file:
             return "its memory shows a file, and cannot be given back and taken again in place"
         return _why_it_cannot_wait(weights)
 

@@ -21,7 +21,7 @@ from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.task import Task
 from lightning_ssd.common.tensors import TensorSpec
 from lightning_ssd.errors import forget_frames
-from lightning_ssd.memory.file_mapping import FileView, drop_pages
+from lightning_ssd.memory.file_mapping import FileView, page_out
 from lightning_ssd.memory.malloc import trim
 from lightning_ssd.memory.mmap import PAGE_BYTES, VECTOR_BYTES
 from lightning_ssd.parameters.files.mapped_storage import MappedStorage, is_mapped
@@ -95,7 +95,7 @@ class MappedWeights(PagedWeights[MappedStorage]):
 
     def _movable(self, weights: SharedWeights, place: Place) -> MovableWeights:
         waits, nbytes = is_mapped(weights.storage), weights.storage.nbytes()
-        shows_file = waits or weights.slices is not None
+        shows_file = waits or weights.shows_file
         return MovableWeights.of(
             weights,
             place,
@@ -123,8 +123,8 @@ class MappedWeights(PagedWeights[MappedStorage]):
                 return
             self.pager.add(place, Weight(weights.names, mapped))
             _show(weights, storage)
-            if weights.slices is not None:  # else what was touched would stay until the last slice goes
-                drop_pages(weights.storage.data_ptr(), weights.storage.nbytes())
+            if weights.shows_file:  # else what was read would stay until no tensor shows the file any more
+                page_out(weights.storage.data_ptr(), weights.storage.nbytes())
         self._taken_bytes += mapped.nbytes
         if self._taken_bytes >= _TRIM_BYTES:
             self._taken_bytes = 0

@@ -303,7 +303,7 @@ class PagedWeights(ABC, Generic[Memory]):
                 del weights
                 self._put_away(weight)
             elif (
-                weights.slices is None
+                not weights.shows_file
                 and self._leaves_at_once
                 and self._why_it_stays(weights, (unit_name, None)) is None
             ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_ssd.common.dtensor import ShardedParameter, local_of, sharded_of
 from lightning_ssd.common.sent_storages import is_in_other_processes
 from lightning_ssd.common.tensors import PLAIN_TYPES, holders, storage_of
-from lightning_ssd.parameters.files.file_slices import FileSlices, file_slices
+from lightning_ssd.memory.file_mapping import private_file_ranges
 from lightning_ssd.parameters.files.mapped_storage import is_mapped
 from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.pager import Place
@@ -45,8 +45,10 @@ class SharedWeights:
     has_buffers: bool = False
     shard: ShardedParameter | None = None
     """That it is, if FSDP2 has cut it."""
-    slices: FileSlices | None = None
-    """Where the storage is a part of a file that PyTorch has mapped: all such parts of the module."""
+    shows_file: bool = False
+    """Whether the storage is a part of a file that ``safetensors`` or ``torch.load(mmap=True)`` has mapped."""
+    overlaps: bool = False
+    """Whether that is so, and another storage of the module shows some of the same bytes."""
 
     @property
     def is_frozen(self) -> bool:
@@ -83,11 +85,23 @@ def shared_weights(module: nn.Module, min_nbytes: int, device: str = "cpu") -> l
         if is_plain(buffer, device) and (shared := found.get(buffer.untyped_storage()._cdata)) is not None:
             shared.has_buffers = True
     if any(not weights.storage.resizable() for weights in found.values()):
-        everything = (*module.parameters(), *module.buffers())
-        slices = file_slices(storage_of(tensor) for tensor in everything if is_plain(tensor))
-        for weights in found.values():
-            weights.slices = slices.get(weights.storage._cdata)
+        _note_files(module, found)
     return list(found.values())
+
+
+def _note_files(module: nn.Module, found: Mapping[int, SharedWeights]) -> None:
+    """Note which storages show files that were mapped privately, and which of these overlap."""
+    tensors = filter(is_plain, (*module.parameters(), *module.buffers()))
+    storages = {storage._cdata: storage for storage in map(storage_of, tensors)}
+    spans = {key: (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for key, storage in storages.items()}
+    files = private_file_ranges()
+    for key, weights in found.items():
+        if key in spans and not weights.storage.resizable() and not is_mapped(weights.storage):
+            begin, end = spans[key]
+            weights.shows_file = any(first <= begin and end <= stop for first, stop in files)
+            weights.overlaps = any(
+                first < end and begin < stop for other, (first, stop) in spans.items() if other != key
+            )
 
 
 def weights_of(shard: ShardedParameter, min_nbytes: int, device: str) -> SharedWeights | None:
@@ -132,13 +146,13 @@ def why_it_stays(weights: SharedWeights) -> str | None:
         return "a buffer lies in the same memory"
     if is_in_other_processes(weights.storage):
         return "it is in memory that processes share"
-    if weights.slices is None and not (weights.storage.resizable() or is_mapped(weights.storage)):
+    if not (weights.shows_file or weights.storage.resizable() or is_mapped(weights.storage)):
         return (
             "its memory was not made by PyTorch (it shows an array of NumPy, or a file in a way that cannot be "
             "followed); give it memory of its own before, by weight.data = weight.data.clone()"
         )
-    if weights.slices is not None and (reason := weights.slices.why_it_stays(weights.storage)) is not None:
-        return reason
+    if weights.overlaps:
+        return "another weight lies in the same bytes of the file that it shows"
     others = holders(weights.storage) - len(weights.tensors)
     if others:
         return f"something else holds its memory ({others} {'tensor' if others == 1 else 'tensors'})"

@@ -1,5 +1,7 @@
 """Weights that were mapped from a file of the user's wait in ours: theirs is not written, and bits stay the same."""
 
+import mmap
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -189,21 +191,31 @@ def stays(opened, model, reason):
         return opened(model)
 
 
-def test_an_open_handle_keeps_weights_in_memory(opened, folder):
-    """Whoever has it can get another tensor over the same memory."""
+def test_what_else_shows_the_file_keeps_its_bytes(opened, folder):
+    """As they were when the weights began to wait, and with what was written to them before."""
     (path,) = saved(folder)
     handle = safe_open(path, "pt")
     model = loaded([path], lambda path, handle=handle: tensors_of(handle))
-    offloader = stays(opened, model, "something else may hold memory of the file")
-    assert offloader.stats.weights_bytes == 0
+    with torch.no_grad():
+        model.blocks[0].up.weight[:64] = 3.0
     alias = handle.get_tensor("blocks.0.up.weight")
-    del handle
-    with pytest.warns(UserWarning, match="something else may hold memory of the file"):
-        offloader.register_module(model)
-    assert offloader.stats.weights_bytes == 0
-    del alias
-    offloader.register_module(model)
+    expected = alias.clone()
+    offloader = opened(model)
     assert offloader.stats.weights_bytes == large_bytes(model)
+    assert torch.equal(model.blocks[0].up.weight, expected)
+    assert torch.equal(alias, expected)
+
+
+def test_memory_that_processes_may_share_is_no_file_of_weights(opened):
+    """An anonymous mapping is a file to the system, and may be memory of several processes."""
+    model = frozen(built())
+    weight = model.blocks[0].up.weight
+    shared = torch.frombuffer(mmap.mmap(-1, weight.nbytes), dtype=weight.dtype).view(weight.shape).copy_(weight)
+    num_bytes = weight.nbytes
+    model.blocks[0].up.weight = nn.Parameter(shared, requires_grad=False)
+    del shared, weight
+    offloader = stays(opened, model, "its memory was not made by PyTorch")
+    assert offloader.stats.weights_bytes == large_bytes(model) - num_bytes
 
 
 def test_two_weights_over_the_same_bytes_stay(opened, folder):
