@@ -21,7 +21,7 @@ from lightning_ssd.optimizer.checkpoint.snapshot import Snapshot
 from lightning_ssd.optimizer.step.aliases import SHARE_MEMORY, are_own, spans_of
 from lightning_ssd.optimizer.step.contract import elementwise_kind, is_known, refuse_shared_memory
 from lightning_ssd.optimizer.step.elementwise import UpdateProbe
-from lightning_ssd.optimizer.step.layout import Layout, is_unchanged, moved_out, moves, owned
+from lightning_ssd.optimizer.step.layout import Layout, moved_out, moves, owned
 from lightning_ssd.optimizer.step.master_weights import from_master, has_master, to_master
 from lightning_ssd.optimizer.step.partition import Contents, Partition, Subgroup
 from lightning_ssd.optimizer.step.stepper import SubgroupStepper, WholeStep
@@ -357,23 +357,18 @@ class PagedStates:
         return found[0] if len(places) == 1 else self.partition.join(number, found)
 
     def put(self, states: Mapping[torch.Tensor, State]) -> None:
-        """Store the states of some parameters. Subgroups in which nothing changes are not written."""
+        """Store the states of some parameters, with all others of their subgroups."""
         known = self.partition
         mine = {number: state for p, state in states.items() if (number := known.number_of(p)) is not None}
         indices = sorted({index for number in mine for index, _ in known.places[number]})
         with StatusLine("Laying out optimizer states") as line:
             for index in line.over(indices, lambda index: known.subgroups[index].expected_bytes):
-                subgroup, storage, is_changed = known.subgroups[index], self.store.take(index), False
+                subgroup, storage = known.subgroups[index], self.store.take(index)
                 parts = _filled(subgroup, storage)
                 for number, part in enumerate(subgroup.parts):
                     if part.parameter in mine:
-                        cut, is_cut = known.cut(part, mine[part.parameter]), not known.is_whole(part)
-                        is_changed = is_changed or not is_unchanged(parts[number], cut, self.device, is_cut=is_cut)
-                        parts[number] = cut
-                if is_changed:
-                    self._settle(index, parts, storage, keep=False)
-                else:
-                    self.store.give(index, storage, is_dirty=False, keep=False)
+                        parts[number] = known.cut(part, mine[part.parameter])
+                self._settle(index, parts, storage, keep=False)
 
     def forget(self, key: object) -> None:
         """Drop a parameter's state. Moves nothing."""

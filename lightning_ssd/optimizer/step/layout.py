@@ -22,7 +22,6 @@ __all__ = [
     "Field",
     "Layout",
     "is_bare",
-    "is_unchanged",
     "moved_out",
     "moves",
     "owned",
@@ -136,48 +135,6 @@ def moved_out(state: State, storage: torch.UntypedStorage | None, *, except_for:
             with torch.no_grad():
                 local.set_(own, (first - begin) // local.element_size(), local.shape, local.stride())
     return state
-
-
-def is_unchanged(before: State, after: State, device: torch.device, *, is_cut: bool) -> bool:
-    """Return whether two states are equal bit for bit, with their keys in the same order.
-
-    Values that are not moved have to be the same objects, because the program may edit an equal one later.
-
-    Args:
-        before: a state.
-        after: another state.
-        device: device of the tensors that are moved.
-        is_cut: the states are those of a slice, which has copies of all values that slices share.
-    """
-    if list(before) != list(after):
-        return False
-    return all(
-        value is after[key]
-        or ((is_cut or not isinstance(value, torch.Tensor) or moves(value, device)) and _is_same(value, after[key]))
-        for key, value in before.items()
-    )
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        # By repr, since 0.0 == -0.0; two numbers of one type with equal repr have equal bits.
-        return type(one) is type(other) and isinstance(one, int | float | str) and repr(one) == repr(other)
-    if not (is_bare(one) and is_bare(other)) or spec_of(one) != spec_of(other):
-        return False
-    one, other = local_of(one), local_of(other)
-    if (one.dtype, one.shape, one.device, one.layout) != (other.dtype, other.shape, other.device, other.layout):
-        return False
-    is_small = one.numel() * one.element_size() < MIN_NBYTES
-    if one.layout != torch.strided or one.stride() != other.stride() or not (is_small or moves(one, one.device)):
-        return False
-    return one.device.type != "meta" and torch.equal(_bytes_of(one), _bytes_of(other))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        tensor = tensor.contiguous()
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    return storage_bytes(tensor.untyped_storage(), start, tensor.numel() * tensor.element_size())
 
 
 def owned(states: Sequence[State], device: torch.device) -> list[State]:
