@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_ssd.activations.storage_state import State
+from lightning_ssd.activations.storage_state import FREED, LEAVING, ON_DISK
 from lightning_ssd.common.waiting import Changes, Latch
 from lightning_ssd.telemetry.stats import Counters, SavedBytes
 from lightning_ssd.telemetry.step_record import StepRecorder
@@ -169,12 +169,12 @@ class MemoryAccounting:
         leaving, is_gone = self.leaving, torch.UntypedStorage._expired
         for _ in range(min(num_records, len(leaving))):
             record = leaving.popleft()
-            if record.state is not State.LEAVING:
+            if record.state is not LEAVING:
                 continue
             if not is_gone(record.key.weak):
                 leaving.append(record)
             else:
-                record.state = State.ON_DISK
+                record.state = ON_DISK
                 gone.append(record)
         if gone:
             self.vacate(*gone)
@@ -194,7 +194,7 @@ class MemoryAccounting:
             record = notes[0]
             key = id(record)
             # One without a state was never opened: others had saved its storage, or an interrupt came.
-            if key not in watched and getattr(record, "state", State.FREED) is not State.FREED:
+            if key not in watched and getattr(record, "state", FREED) is not FREED:
                 nbytes = record.nbytes
                 counters.num_saved += 1
                 counters.bytes_saved += nbytes

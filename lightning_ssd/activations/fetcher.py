@@ -18,7 +18,7 @@ from lightning_ssd.activations.kept_storage import KeptStorage
 from lightning_ssd.activations.live_passes import LivePasses
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import SavedStorage
-from lightning_ssd.activations.storage_state import AWAY, READY, State
+from lightning_ssd.activations.storage_state import AWAY, FREED, ON_DISK, READING, READY, RELOADED
 from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.profiling import span
 from lightning_ssd.common.waiting import Latch
@@ -37,7 +37,7 @@ __all__ = ["Fetcher"]
 # With retain_graph the graph goes on holding them; then their memory goes, and the file still has them.
 _NUM_CONSUMED = 8
 _LONGEST_WAIT_S = 0.1
-_NOT_AWAY = (*READY, State.READING, State.FREED)
+_NOT_AWAY = (*READY, READING, FREED)
 _GROUP_STORAGES = 16
 _GROUP_BYTES = 16 << 20
 """Most that come back in one job, which costs as much Python as a small read takes. It is as long as one chunk, so that
@@ -138,13 +138,13 @@ class Fetcher:
 
     def prune(self) -> None:
         """Forget storages whose graphs are gone. The lock is held."""
-        self._consumed = deque(r for r in self._consumed if r.state is not State.FREED)
+        self._consumed = deque(r for r in self._consumed if r.state is not FREED)
 
     def note_given(self) -> None:
         """Note what hooks have given backward. The lock is held."""
         while self.given:
             record = self.given.popleft()
-            if record.state is State.FREED:  # by now: nothing of it is left to note
+            if record.state is FREED:  # by now: nothing of it is left to note
                 continue
             if record.home is not None:
                 record.home.asked_for(record, 0.0, self._passes.book)
@@ -160,7 +160,7 @@ class Fetcher:
             self._consumed.append(record)
         while len(self._consumed) > _NUM_CONSUMED:
             consumed = self._consumed.popleft()
-            if consumed is not record and consumed.state is State.RELOADED:
+            if consumed is not record and consumed.state is RELOADED:
                 consumed.drop_copy()
 
     def _asked_for(self, record: SavedStorage | KeptStorage) -> bool:
@@ -204,7 +204,7 @@ class Fetcher:
                 raise OffloaderClosedError(
                     "backward asked for a saved tensor after the offloader was closed; run backward before closing"
                 )
-            if record.state is State.READING:
+            if record.state is READING:
                 if record.stored is not None and record.read is not None:
                     record.stored.tier.promote(record.read)  # a thread waits for it
             elif record.state in AWAY:
@@ -262,7 +262,7 @@ class Fetcher:
             if not has_room:
                 self._read_ahead(current, group, position)
                 return False
-            if state is not State.ON_DISK and record.forward():  # else its memory has gone for certain
+            if state is not ON_DISK and record.forward():  # else its memory has gone for certain
                 record.hold_ahead([record])
                 continue
             is_full = group_bytes + nbytes > _GROUP_BYTES or len(group) == _GROUP_STORAGES
@@ -393,7 +393,7 @@ class Fetcher:
             for current in self._passes
             for record in current.records
             if isinstance(record, SavedStorage) and record.ahead
-            if record.state is State.READING and record.read is not None
+            if record.state is READING and record.read is not None
         ]
         dropped = self._drop_ahead()
         _wait_until_gone(dropped)
@@ -407,7 +407,7 @@ class Fetcher:
             for record in reversed(current.records):
                 if dropped_bytes >= nbytes:
                     return dropped
-                if isinstance(record, SavedStorage) and record.ahead and record.state is State.RELOADED:
+                if isinstance(record, SavedStorage) and record.ahead and record.state is RELOADED:
                     record.drop_copy()
                     record.asked_for()
                     current.step_back(record)

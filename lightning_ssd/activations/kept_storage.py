@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_ssd.activations.accounting import Watched
-from lightning_ssd.activations.storage_state import State
+from lightning_ssd.activations.storage_state import FREED, KEPT, State
 from lightning_ssd.common.inplace_edits import owner_of, resized_error
 from lightning_ssd.common.tensors import required_nbytes
 
@@ -46,7 +46,7 @@ class KeptStorage(Watched):
     @property
     def is_resident(self) -> bool:
         """Whether its memory counts."""
-        return self.state is State.KEPT
+        return self.state is KEPT
 
     def is_same_value(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor over this storage has the bytes that were saved."""
@@ -57,9 +57,9 @@ class KeptStorage(Watched):
         home, self.home = self.home, None
         if home is not None:
             home.num_freed += 1
-        if self.state is State.KEPT:
+        if self.state is KEPT:
             self.accounting.vacate(self)
-        self.state = State.FREED
+        self.state = FREED
 
 
 class Share:
@@ -92,7 +92,7 @@ def open_kept(
     record.owner = weakref.ref(owner)
     record.version = owner._version
     record.home = current
-    record.state = State.KEPT  # right before: no interrupt comes in between
+    record.state = KEPT  # right before: no interrupt comes in between
     current.records.append(record)
     current.sizes.append(nbytes)
     current.packed_s.append(packed_s)  # last of three: a pass with lists of several lengths was interrupted

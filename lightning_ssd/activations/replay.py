@@ -29,7 +29,7 @@ from lightning_ssd.activations.kept_storage import (
 )
 from lightning_ssd.activations.kept_tensor import edited_error, keep
 from lightning_ssd.activations.saved_storage import SavedStorage, SavedTensor
-from lightning_ssd.activations.storage_state import State
+from lightning_ssd.activations.storage_state import KEPT, RELOADED, TAKEN_BACK
 from lightning_ssd.common.inplace_edits import empty_of
 from lightning_ssd.common.tensors import PLAIN_TYPES
 from lightning_ssd.planning.placement import Placement
@@ -85,7 +85,6 @@ def hooks_of(
     getpid, pid = os.getpid, os.getpid()
     given, given_bytes, budget, protect = fetcher.given, 0, cache.budget, cache.copies.protect
     is_host = not cache.copies.is_asynchronous
-    KEPT, TAKEN_BACK, RELOADED = State.KEPT, State.TAKEN_BACK, State.RELOADED
     is_inference, is_functorch = torch.is_inference_mode_enabled, torch._C._functorch.is_functorch_wrapped_tensor
     HOST, SSD = Placement.HOST, Placement.SSD
 

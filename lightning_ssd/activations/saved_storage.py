@@ -31,7 +31,20 @@ import torch
 
 from lightning_ssd.activations.accounting import MemoryAccounting, Watched
 from lightning_ssd.activations.operation import Operation
-from lightning_ssd.activations.storage_state import AWAY, READY, State
+from lightning_ssd.activations.storage_state import (
+    AWAY,
+    FREED,
+    KEPT,
+    LEAVING,
+    ON_DISK,
+    QUEUED,
+    READING,
+    READY,
+    RELOADED,
+    TAKEN_BACK,
+    WRITING,
+    State,
+)
 from lightning_ssd.common.inplace_edits import Origin, Probe, probed
 from lightning_ssd.common.tensors import StorageKey, TensorSpec, is_released, new_tuple
 from lightning_ssd.errors import OffloaderClosedError
@@ -104,7 +117,7 @@ class SavedStorage(Watched, Probe):
         """Whether a tensor with the value that we saved may be saved with it. See the note above on parts."""
         if self.is_whole:
             return True
-        if self.state is not State.KEPT and self.state is not State.TAKEN_BACK:
+        if self.state is not KEPT and self.state is not TAKEN_BACK:
             return False
         self.produced = mark()
         return True
@@ -112,17 +125,17 @@ class SavedStorage(Watched, Probe):
     @property
     def is_in_memory(self) -> bool:
         """Whether bringing it up takes no more memory."""
-        return self.state in (State.QUEUED, State.WRITING, State.LEAVING)
+        return self.state in (QUEUED, WRITING, LEAVING)
 
     @property
     def is_resident(self) -> bool:
         """Whether its memory counts."""
-        return self.state is not State.ON_DISK and self.state is not State.FREED
+        return self.state is not ON_DISK and self.state is not FREED
 
     @property
     def can_be_evicted(self) -> bool:
         """Whether it was to stay, has never been sent anywhere, and no thread is about to unpack it once more."""
-        if self.state is not State.KEPT or 0 < self.num_unpacked < self.num_tensors:
+        if self.state is not KEPT or 0 < self.num_unpacked < self.num_tensors:
             return False
         lease = self()
         return lease is not None and lease.storage is not None and (self.operation is None or self.is_filled())
@@ -147,10 +160,10 @@ class SavedStorage(Watched, Probe):
     def queue_writes(records: Sequence[SavedStorage], tier: Tier) -> None:
         """KEPT -> QUEUED, in one job of the tier. Where the tier has no room nothing changes."""
         # After an interrupt they may be in the queue: they stay, and no other tier gets them.
-        stay, state = records, State.TAKEN_BACK
+        stay, state = records, TAKEN_BACK
         try:
             for record in records:
-                record.tier, record.is_on_host, record.state = tier, tier.name == "host", State.QUEUED
+                record.tier, record.is_on_host, record.state = tier, tier.name == "host", QUEUED
                 record.accounting.writes.add(record)
             have_room = tier.write_all(
                 [
@@ -158,10 +171,10 @@ class SavedStorage(Watched, Probe):
                     for one in records
                 ]
             )
-            stay, state = [one for one, has_room in zip(records, have_room, strict=True) if not has_room], State.KEPT
+            stay, state = [one for one, has_room in zip(records, have_room, strict=True) if not has_room], KEPT
         finally:
             for record in stay:
-                if state is State.KEPT:
+                if state is KEPT:
                     record.tier, record.is_on_host = None, False
                 record.state = state
             if stay:
@@ -170,11 +183,11 @@ class SavedStorage(Watched, Probe):
     def forward(self) -> bool:
         """Hand the bytes over without a read, if they are in memory in any way. Afterwards the state is in READY."""
         state = self.state
-        if state is State.QUEUED or state is State.WRITING:
-            if state is State.QUEUED:
+        if state is QUEUED or state is WRITING:
+            if state is QUEUED:
                 self.accounting.counters.writes_cancelled_bytes += self.nbytes
                 self.accounting.writes_gone([self])
-            self.state = State.TAKEN_BACK
+            self.state = TAKEN_BACK
         elif state in AWAY:
             storage = self.key.resolve()
             if storage is None or storage.nbytes() != self.nbytes:
@@ -185,9 +198,9 @@ class SavedStorage(Watched, Probe):
                 if self.key is self.identity and self.index not in self.home.stayed:
                     self.accounting.counters.bytes_held_elsewhere += self.nbytes
                 self.home.stayed.add(self.index)
-            if state is State.ON_DISK:  # else it is still counted
+            if state is ON_DISK:  # else it is still counted
                 self.accounting.occupy(self)
-            self.state = State.RELOADED
+            self.state = RELOADED
         else:
             return state in READY
         self.accounting.counters.bytes_forwarded += self.nbytes
@@ -207,7 +220,7 @@ class SavedStorage(Watched, Probe):
             requests.append(new_tuple(ReadRequest, (record, record.stored, None, None)))
         try:
             for record in records:
-                record.error, record.state = None, State.READING  # before a worker can end it
+                record.error, record.state = None, READING  # before a worker can end it
             read = requests[0].stored.tier.read_all(requests, device, urgent=urgent)
             for record in records:
                 record.read = read
@@ -217,19 +230,19 @@ class SavedStorage(Watched, Probe):
             raise
         accounting = records[0].accounting
         # Of those that were leaving the former memory has gone, only they were not looked at yet.
-        accounting.vacate(*[one for one, before in zip(records, before_it, strict=True) if before is State.LEAVING])
+        accounting.vacate(*[one for one, before in zip(records, before_it, strict=True) if before is LEAVING])
         accounting.occupy(*records)
 
     def drop_copy(self) -> None:
         """RELOADED -> LEAVING: the tier still has the bytes."""
         lease = self()
-        if self.state is State.RELOADED and lease is not None and lease.storage is not None:
+        if self.state is RELOADED and lease is not None and lease.storage is not None:
             self._leave(lease)
 
     def _leave(self, lease: Lease) -> None:
         """Let go of the memory. It counts until the program holds it no more, either."""
         self.accounting.leaving.append(self)
-        self.state = State.LEAVING
+        self.state = LEAVING
         lease.storage = None
 
     @staticmethod
@@ -257,7 +270,7 @@ class SavedStorage(Watched, Probe):
         if self.ahead:
             self.ahead = False
             self.accounting.ahead_bytes -= self.nbytes
-        if state is State.QUEUED:
+        if state is QUEUED:
             self.accounting.writes_gone([self])
         if home is not None and home.recorder is not None:
             home.freed(self)
@@ -265,9 +278,9 @@ class SavedStorage(Watched, Probe):
         if home is not None:
             home.num_freed += 1
         self.produced, self.mark = PASSED, None
-        if state is not State.ON_DISK and state is not State.FREED:
+        if state is not ON_DISK and state is not FREED:
             self.accounting.vacate(self)
-        self.state = State.FREED
+        self.state = FREED
         if self.stored is not None and self.read is None:
             self.accounting.unwanted.append(self.stored)
             self.stored = None
@@ -283,15 +296,15 @@ class SavedStorage(Watched, Probe):
                 # Asked once: the lease may die between two questions, and the receiver of a storage ends its write.
                 lease = record()
                 storage: torch.UntypedStorage | None = None if lease is None else lease.storage
-                if record.state is State.QUEUED and storage is not None:
-                    record.state = State.WRITING
+                if record.state is QUEUED and storage is not None:
+                    record.state = WRITING
                 else:
                     storage = None
                 storages.append(storage)
         return storages
 
     def is_wanted(self) -> bool:
-        return self.state is State.WRITING
+        return self.state is WRITING
 
     @staticmethod
     def all_written(ends: Sequence[WriteEnd]) -> None:
@@ -320,7 +333,7 @@ class SavedStorage(Watched, Probe):
                     if (
                         lease is not None
                         and storage is not None
-                        and record.state is State.WRITING
+                        and record.state is WRITING
                         and not stored.missing_nbytes
                     ):
                         record.stored = stored
@@ -341,8 +354,8 @@ class SavedStorage(Watched, Probe):
         self.accounting.counters.fallbacks += 1
         self.accounting.counters.bytes_kept += self.nbytes
         self.accounting.write_failure = self.accounting.write_failure or str(error) or repr(error)
-        if self.state in (State.QUEUED, State.WRITING):
-            self.state = State.TAKEN_BACK
+        if self.state in (QUEUED, WRITING):
+            self.state = TAKEN_BACK
 
     @staticmethod
     def all_read(ends: Sequence[ReadEnd]) -> None:
@@ -356,12 +369,12 @@ class SavedStorage(Watched, Probe):
                     record._read_failed(error)
                 elif stored is not None and storage is not None:  # else it was freed, after an interrupt
                     accounting.counters.bytes_read += 0 if record.is_on_host else stored.body_nbytes
-                    if record.state is State.READING:
+                    if record.state is READING:
                         record.mark, record.key = mark, StorageKey(storage)
                         if lease is not None:
                             lease.storage = storage
-                        record.state = State.RELOADED
-                if stored is not None and record.state is State.FREED:  # the lease died while we read
+                        record.state = RELOADED
+                if stored is not None and record.state is FREED:  # the lease died while we read
                     accounting.unwanted.append(stored)
                     record.stored = None
             accounting.free_unwanted()
@@ -373,9 +386,9 @@ class SavedStorage(Watched, Probe):
         self.accounting.counters.failures += not (is_refused or isinstance(error, OffloaderClosedError))
         if self.stored is not None:
             self.error = None if is_refused else error
-        if self.stored is None or self.state is not State.READING:
+        if self.stored is None or self.state is not READING:
             return  # or an interrupt came while it was asked for, and the thread that asked knows of no read
-        self.state = State.ON_DISK
+        self.state = ON_DISK
         self.accounting.vacate(self)
         self.asked_for()
         if is_refused and self.home is not None:
@@ -443,7 +456,7 @@ def open_saved(
     record.is_on_host = record.ahead = False
     record.num_tensors = record.num_unpacked = 0
     lease.storage, record.home = storage, current
-    record.state = State.KEPT  # right before: no interrupt comes in between
+    record.state = KEPT  # right before: no interrupt comes in between
     current.records.append(record)
     current.sizes.append(nbytes)
     if current.recorder is not None:

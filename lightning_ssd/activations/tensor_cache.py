@@ -40,7 +40,7 @@ from lightning_ssd.activations.saved_storage import (
     open_saved,
     shows_all,
 )
-from lightning_ssd.activations.storage_state import State
+from lightning_ssd.activations.storage_state import KEPT, QUEUED
 from lightning_ssd.activations.write_group import WriteGroup
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.inplace_edits import (
@@ -372,7 +372,7 @@ class TensorCache:
             self.accounting.settle()
             self._group.drop()
             for record in list(self.accounting.writes):
-                if record.state is State.QUEUED:
+                if record.state is QUEUED:
                     record.forward()
 
     def abort(self) -> None:
@@ -750,7 +750,7 @@ class TensorCache:
         ssd, host, group = self._tiers.ssd, self._tiers.host, self._group.taken(is_over=is_over)
         if host is not None:
             SavedStorage.queue_writes([record for record, place in group if place is Placement.HOST], host)
-        to_drives = [record for record, _ in group if record.state is State.KEPT]
+        to_drives = [record for record, _ in group if record.state is KEPT]
         if ssd is not None and to_drives:
             self.budget.observe(max([record.nbytes for record in to_drives]), self.accounting.most_saved_bytes)
             SavedStorage.queue_writes(to_drives, ssd)
