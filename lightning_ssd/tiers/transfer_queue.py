@@ -10,6 +10,7 @@ Note [a slow drive leaves the rest]: the last chunks decide when a move ends. A 
 one takes none of them that the others would have done sooner. The fastest one takes whatever there is. Which one that
 is may change when a chunk ends: then all look again. What a drive has taken for a chunk is forgotten little by little
 while it leaves chunks to others: it may have been a large chunk, or one hiccup, and only a chunk shows that it is over.
+One at a time: of two that a drive took at once, which was as slow as before, the others waited for the second one.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ class TransferQueue:
         self._lane = threading.local()
         self._chunk_s = [0.0] * num_lanes  # that a lane takes for one of the chunks that it moves at a time; 0: unknown
         self._num_moving = [0] * num_lanes
+        self._is_forgotten = [False] * num_lanes  # whether some of that has been forgotten since the last chunk
         self._num_left = [0] * num_lanes  # tokens that a lane has taken, and has left the chunk
         self._seq = itertools.count(1)
         self._num_active = 0  # workers that have claimed something; of these, those that wait are not busy
@@ -363,6 +365,8 @@ class TransferQueue:
         is_slow = 0 < _SLOW * fastest <= mine
         if not is_slow or self._direction == "read" or self._closed:  # what is read lies where it lies
             return False
+        if self._is_forgotten[lane] and self._num_moving[lane]:  # one chunk shows whether it still is
+            return True
         left = [transfer._chunks for _, _, transfer in self._heaps[None] if not transfer.ended]
         num_left = sum(1 if chunks is None else len(chunks.get(None, ())) for chunks in left)
         others_per_s = sum(1 / chunk_s for chunk_s in self._chunk_s) - 1 / mine
@@ -372,7 +376,9 @@ class TransferQueue:
         """Wake the lanes that have left chunks, and leave them no more. With the lock held; a chunk has ended."""
         fastest = min(self._chunk_s)
         for lane, num in enumerate(self._num_left):
-            self._chunk_s[lane] -= _FORGETS * (self._chunk_s[lane] - fastest) if num else 0.0
+            if num:
+                self._chunk_s[lane] -= _FORGETS * (self._chunk_s[lane] - fastest)
+                self._is_forgotten[lane] = True
             if num and not self._leaves_the_rest(lane):
                 self._num_left[lane] = 0
                 for _ in range(num):
@@ -479,6 +485,7 @@ class TransferQueue:
             chunk_s = (time.perf_counter() - begin_s) / self._num_moving[lane]
             self._chunk_s[lane] = (self._chunk_s[lane] + chunk_s) / 2 if self._chunk_s[lane] else chunk_s
             self._num_moving[lane] -= 1
+            self._is_forgotten[lane] = False
             self._look_again()
             transfer.error = transfer.error or error
             transfer._num_unfinished -= 1

@@ -386,6 +386,18 @@ def test_a_drive_that_was_slow_is_asked_again(drives):
     assert drives.taken.count(1) >= 5
 
 
+def test_a_drive_that_is_asked_again_shows_with_one_chunk_that_it_is_still_slow(events):
+    """Of two that it took at once, the others would have done the second one long before."""
+    with closing(TransferQueue("write", 2, events, num_lanes=2)) as queue:
+        drives = TwoDrives(queue)
+        drives.seconds = [0.01, 0.2]
+        drives.move(100)  # it learns
+        for _ in range(6):
+            drives.taken.clear()
+            drives.move(48)
+            assert drives.taken.count(1) <= 1
+
+
 @pytest.mark.parametrize(
     ("before", "num"), [([0.002, 0.2], 12), ([0.1, 0.1], 1)], ids=["one hiccup", "large chunks before small ones"]
 )
