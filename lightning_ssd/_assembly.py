@@ -248,19 +248,19 @@ def _probed_shares(backend: Backend, environment: Environment) -> Sequence[float
 
     Processes probe at the same time, so that each finds its part, and share out by the smallest rates of all.
     """
-    num, agree, rates = len(environment.paths), environment.agree, list[float]()
-    # First, and whatever is to be probed: it is what they wait for.
-    least, negative_most = (num, -num) if agree is None else agree([num, -num])
-    if num == 1:
-        return rates
+    num, agree, rates = len(environment.paths), environment.agree or list, list[float]()
+    # They wait for each other here, also those with one directory. Do all have as many?
+    least, negative_most = agree([num, -num])
     place = f"the directories {', '.join(map(escape_control, environment.paths))}"
     try:
-        with StatusLine(f"Probing {place}", delay_s=0), deferring_interrupts():
-            rates += measure_rates(backend, environment.paths).by_directory
+        if num > 1:
+            with StatusLine(f"Probing {place}", delay_s=0), deferring_interrupts():
+                rates += measure_rates(backend, environment.paths).by_directory
     except (OSError, RuntimeError, MemoryError) as error:
         _log.info("%s could not be measured (%s), and get equal parts of weights and gradients", place, error)
-    if agree is not None and least == -negative_most:
-        rates = agree(rates or [0.0] * num)
+    finally:
+        if least == -negative_most > 1:  # whatever was raised here, or the others would wait for ever
+            rates = agree(rates or [0.0] * num)
     return rates
 
 

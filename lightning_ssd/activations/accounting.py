@@ -143,7 +143,7 @@ class MemoryAccounting:
         self._note_peaks()
 
     def _note_peaks(self) -> None:
-        """More is saved, or resident, than before: note what is more than ever."""
+        """Note peaks: more is saved, or resident, than before."""
         counters, saved_bytes = self.counters, self.saved_bytes
         if counters.resident_bytes > counters.resident_peak_bytes or counters.resident_bytes > self.window_peak_bytes:
             self.sweep_all()  # what is leaving may have gone by now
@@ -186,7 +186,7 @@ class MemoryAccounting:
     def settle(self) -> None:
         """Work off the notes, in order: count what hooks have saved; free the extents of what is dead.
 
-        Written out, since each call within would be one for each storage.
+        Calls nothing for what is only counted: settling runs for each storage.
         """
         notes, watched, by_storage, recorder = self.notes, self.watched, self.by_storage, self.recorder
         counters, has_grown = self.counters, False
@@ -215,9 +215,9 @@ class MemoryAccounting:
                 record.free()
                 if by_storage.get(record.cdata) is record:
                     by_storage.pop(record.cdata, None)
-                if watched.pop(key, None) is not None:
-                    self.saved_bytes -= nbytes
-                    self._away_on_host_bytes -= nbytes if record.is_on_host else 0
+                del watched[key]
+                self.saved_bytes -= nbytes
+                self._away_on_host_bytes -= nbytes if record.is_on_host else 0
             notes.popleft()  # last: an interrupted call is made good by the next one
         if has_grown:
             self._note_peaks()
@@ -232,6 +232,7 @@ class Watched(weakref.ref[Any]):
 
     Held by us: one that dies together with what it refers to is never noted. See "What happens when a lease dies" in
     ``activations/saved_storage.py``. Two are equal only if they are the same: of weak references that is not so.
+    Subclasses are dataclasses for their slots alone.
     """
 
     __slots__ = ()

@@ -7,6 +7,7 @@ itself (``kept_tensor.py``) and a :class:`Share`, whose death says that the grap
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["KeptStorage", "Share", "check_not_resized", "open_kept"]
 
 
+@dataclass(init=False, repr=False, eq=False, slots=True)
 class KeptStorage(Watched):
     """One storage that stays until its graph lets go of its share. :func:`open_kept` makes it."""
-
-    __slots__ = ("accounting", "cdata", "home", "index", "nbytes", "owner", "state", "version")
 
     ahead = is_on_host = False
     stays = True

@@ -98,7 +98,7 @@ def hooks_of(
             nbytes, is_view = tensor.nbytes, tensor._is_view()
             if nbytes < least and not is_view:
                 counters.num_kept_small += 1
-                node = tensor.grad_fn  # as in keep(): a call more takes a tenth of all that this costs
+                node = tensor.grad_fn  # as in keep(), without its call
                 if node is None:
                     return tensor, tensor._version, weakref.ref(tensor)
                 return tensor.detach(), tensor._version, node.name(), tensor.output_nr

@@ -9,7 +9,8 @@ depends on steps, modules or stack traces.
 Note: What happens when a lease dies
     A lease can die anywhere: in autograd's thread, in a worker, or inside the garbage collector while the same
     thread holds any lock of ours; and Ctrl-C that fell into Python code that runs then would be lost. So none of ours
-    does. The lease is what holds the memory, which goes with it; its weak reference puts a note into a queue, in C,
+    does. The lease holds the memory, which goes with it. The record refers to it weakly, and its death puts the
+    record into a queue, in C,
     which the :class:`~lightning_ssd.activations.accounting.MemoryAccounting` works off at the next regular operation.
 
 Note: A storage that is saved in parts

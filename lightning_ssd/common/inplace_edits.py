@@ -82,7 +82,7 @@ def probed(tensor: torch.Tensor) -> tuple[torch.Tensor, weakref.ref[torch.Tensor
         tensor: to be watched.
     """
     base, kind = tensor._base, (tensor.dtype, tensor.device)
-    empty, alias = _empty.get(kind), tensor.detach()
+    empty, alias = _empty.get(kind), tensor.detach()  # as in empty_of(), without its call
     alias.data = empty_of(*kind) if empty is None else empty
     return alias, weakref.ref(tensor if base is None else base), tensor._version
 
@@ -91,7 +91,7 @@ _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def empty_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor without elements: to make one takes twice as long as all else that a probe needs.
+    """Return a tensor without elements, made once: that takes longer than all else that a probe needs.
 
     Args:
         dtype: of the tensor.

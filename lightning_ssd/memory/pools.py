@@ -12,14 +12,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 
 from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.tensors import Region
-from lightning_ssd.errors import OffloaderClosedError
+from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.mmap import PAGE_BYTES, MappedBlock, lock_memory, unlock_memory
 
 __all__ = ["ReloadPool", "SlabPool", "StagingPool"]
@@ -51,7 +52,7 @@ class StagingPool:
     def __init__(self, *, pin: bool = False, device: torch.device | None = None) -> None:
         self._pin = pin
         self._device = device
-        self._locked = set[int]()
+        self._undo = dict[int, Callable[[], object]]()  # what was done to a buffer, by its address
         self.lent_bytes = 0
         """Bytes in use."""
         self._spare: list[torch.Tensor] = []
@@ -100,7 +101,7 @@ class StagingPool:
                     "CUDA could not lock staging memory (error %s); copies to and from the device are slower", code
                 )
             else:
-                self._locked.add(block.address)
+                self._undo[block.address] = partial(unlock_memory, block.address, self._device)
         return torch.frombuffer(block.export(), dtype=torch.uint8)
 
     def _give_back(self, buffer: torch.Tensor) -> None:
@@ -113,10 +114,9 @@ class StagingPool:
             self._free([buffer])
 
     def _free(self, buffers: Sequence[torch.Tensor]) -> None:
-        for buffer in buffers:
-            if (address := buffer.data_ptr()) in self._locked:
-                self._locked.remove(address)
-                unlock_memory(address, self._device)
+        with ExitStack() as stack:  # all of them, whatever one raises
+            for buffer in buffers:
+                stack.callback(self._undo.pop(buffer.data_ptr(), lambda: None))
 
 
 class SlabPool(StagingPool):
@@ -125,35 +125,48 @@ class SlabPool(StagingPool):
     Args:
         device: whose memory.
         nbytes: of each slab; no lease may be larger.
-        count: of slabs that are made at once, which waits for all of the device's work. A thread that finds none makes
-            one more: as many as threads that move bytes keep them from waiting.
-        register: prepares a slab for transfers, and returns what undoes that. What it raises is passed on.
+        count: of slabs, which are made at once: that waits for all of the device's work. Where a device has no room for
+            so many, there are fewer, and threads wait for one.
+        register: prepares a slab for transfers, and returns what undoes that. What it raises for the first slab is
+            passed on.
     """
 
     def __init__(
         self, device: torch.device, nbytes: int, count: int, register: Callable[[Region], Callable[[], object]]
     ) -> None:
         super().__init__()
-        self._on, self._nbytes, self._register = device, nbytes, register
-        self._registered = dict[int, Callable[[], object]]()
+        self._nbytes = nbytes
         try:
             for _ in range(count):
-                self._spare.append(self._create(nbytes))
+                self._spare.append(self._made(device, register))
+        except (StorageError, torch.OutOfMemoryError) as error:
+            if not self._spare:
+                raise
+            _log.warning(
+                "%s of %s buffers of device memory could be registered (%s); moves wait for each other",
+                len(self._spare),
+                count,
+                str(error),
+            )
         except BaseException:
             self.close()
             raise
+        self._idle = threading.Semaphore(len(self._spare))
 
-    def _create(self, need: int) -> torch.Tensor:
-        memory = torch.empty(self._nbytes + _GPU_PAGE_BYTES, dtype=torch.uint8, device=self._on)
-        if (accelerator := accelerator_of(self._on)) is not None:
+    @contextmanager
+    def lease(self, nbytes: int) -> Iterator[torch.Tensor]:
+        if nbytes > self._nbytes:
+            raise ValueError(f"{nbytes:,} bytes were asked for of slabs of {self._nbytes:,}")
+        with self._idle, super().lease(nbytes) as slab:
+            yield slab
+
+    def _made(self, device: torch.device, register: Callable[[Region], Callable[[], object]]) -> torch.Tensor:
+        memory = torch.empty(self._nbytes + _GPU_PAGE_BYTES, dtype=torch.uint8, device=device)
+        if (accelerator := accelerator_of(device)) is not None:
             accelerator.synchronize()  # PyTorch may have lent it before, to work that is still queued
         slab = memory[-memory.data_ptr() % _GPU_PAGE_BYTES :][: self._nbytes]
-        self._registered[slab.data_ptr()] = self._register(Region(slab.data_ptr(), slab.nbytes))
+        self._undo[slab.data_ptr()] = register(Region(slab.data_ptr(), slab.nbytes))
         return slab
-
-    def _free(self, buffers: Sequence[torch.Tensor]) -> None:
-        for slab in buffers:
-            self._registered.pop(slab.data_ptr())()
 
 
 class _Loan(weakref.ref["ctypes.Array[ctypes.c_char]"]):

@@ -95,13 +95,18 @@ def _note_files(module: nn.Module, found: Mapping[int, SharedWeights]) -> None:
     storages = {storage._cdata: storage for storage in map(storage_of, tensors)}
     spans = {key: (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for key, storage in storages.items()}
     files = private_file_ranges()
+    overlapping, farthest, reach = set[int](), 0, 0  # in order: each one with the one before that reaches farthest
+    for key in sorted((key for key, (begin, end) in spans.items() if begin < end), key=spans.__getitem__):
+        begin, end = spans[key]
+        if begin < reach:
+            overlapping |= {key, farthest}
+        if end > reach:
+            farthest, reach = key, end
     for key, weights in found.items():
         if key in spans and not weights.storage.resizable() and not is_mapped(weights.storage):
             begin, end = spans[key]
             weights.shows_file = any(first <= begin and end <= stop for first, stop in files)
-            weights.overlaps = any(
-                first < end and begin < stop for other, (first, stop) in spans.items() if other != key
-            )
+            weights.overlaps = key in overlapping
 
 
 def weights_of(shard: ShardedParameter, min_nbytes: int, device: str) -> SharedWeights | None:

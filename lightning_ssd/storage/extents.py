@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_ssd.common.tensors import new_tuple
@@ -74,21 +75,17 @@ class ExtentAllocator:
         return None
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Extent] | None:
-        """Extents of at least so many bytes each, side by side, or ``None`` where no free range is long enough.
+        """Return extents of at least so many bytes each, side by side, or ``None`` where no free range is long enough.
 
         A size of 0 needs no place.
         """
-        block, used, extents = self._block_bytes, self._used, list[Extent]()
-        needs = [-(-nbytes // block) * block for nbytes in sizes]
+        needs = [self.round_up(nbytes) if nbytes else 0 for nbytes in sizes]
         whole = self.allocate(sum(needs)) if any(needs) else Extent(0, 0)
         if whole is None:
             return None
-        offset = whole.offset
-        for need in needs:
-            extents.append(new_tuple(Extent, (offset if need else 0, need)))
-            if need:
-                used[offset] = need
-                offset += need
+        ends = accumulate(needs, initial=whole.offset)
+        extents = [new_tuple(Extent, (offset if need else 0, need)) for offset, need in zip(ends, needs, strict=False)]
+        self._used.update(extent for extent in extents if extent.nbytes)
         return extents
 
     def free(self, *extents: Extent) -> None:

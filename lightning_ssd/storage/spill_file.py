@@ -160,7 +160,7 @@ class Arena:
         return self.allocate_all([nbytes])[0]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
-        """One extent for each size, side by side where there is room. None, where one is refused: :meth:`allocate`."""
+        """Lend one extent for each size, side by side where there is room; or none: see :meth:`allocate`."""
         self._check_usable()
         found = list[Extent]()
         with self._lock:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.tensors import new_tuple
 from lightning_ssd.storage.extents import Extent
 from lightning_ssd.telemetry.events import EventLog
@@ -178,17 +179,17 @@ class Tier:
             raise ValueError(f"{stored.label} was freed twice")
         self.free_all([stored])
 
-    def free_all(self, places: Iterable[StoredBytes]) -> None:
+    def free_all(self, places: Sequence[StoredBytes]) -> None:
         """Give places back, but for those that were freed before: see :meth:`free`."""
         if os.getpid() != self._pid:
             return  # another thread may have held the lock at the fork
         free = list[Part]()
-        with self._lock:
+        for stored in places:
+            self._check_mine(stored)
+        with deferring_interrupts(), self._lock:
             for stored in places:
-                if stored.tier is not self:
-                    self._check_mine(stored)
                 if not stored.is_freed:
-                    stored.is_freed = True  # first: an interrupt costs the place then, and no second try fails for ever
+                    stored.is_freed = True
                     if not stored.readers:
                         free += stored.parts
             self.free_parts(free)

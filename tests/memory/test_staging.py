@@ -151,8 +151,8 @@ class TestSlabPool:
             with pool.lease(nbytes) as one, pool.lease(nbytes) as other:
                 assert {one.data_ptr(), other.data_ptr()} == set(register.open)
                 assert one.nbytes == nbytes
-        with pool.lease(1), pool.lease(1), pool.lease(1):
-            assert register.calls == len(register.open) == 3, "a thread more than was promised"
+        with pytest.raises(ValueError, match="1,048,577 bytes were asked for of"), pool.lease(MIB + 1):
+            pass
         pool.close()
         assert not register.open
 
@@ -164,11 +164,44 @@ class TestSlabPool:
             assert register.open
         assert not register.open
 
-    def test_what_was_registered_before_a_refusal_is_not_left(self):
-        register = Registrations(refused=3)
+    def test_threads_wait_for_a_slab_where_a_device_has_no_room_for_more(self, caplog):
+        register, came = Registrations(refused=3), threading.Event()
+        pool = SlabPool(torch.device("cpu"), MIB, 4, register)
+        assert "2 of 4 buffers of device memory could be registered (" in caplog.text
+
+        def lease():
+            with pool.lease(1):
+                came.set()
+
+        thread = threading.Thread(target=lease)
+        with pool.lease(1):
+            with pool.lease(1):
+                thread.start()
+                assert not came.wait(0.1)
+            assert came.wait(PATIENCE_S)
+        thread.join(PATIENCE_S)
+        assert register.calls == 3
+        pool.close()
+        assert not register.open
+
+    def test_a_device_without_room_for_one_is_refused(self):
+        register = Registrations(refused=1)
         with pytest.raises(StorageError, match="no room in the BAR"):
             SlabPool(torch.device("cpu"), MIB, 4, register)
-        assert register.calls == 3
+
+    def test_one_that_cannot_be_deregistered_keeps_no_other_one(self):
+        register = Registrations()
+        pool = SlabPool(torch.device("cpu"), MIB, 3, register)
+        first = next(iter(register.open))
+        gone = pool._undo[first]
+
+        def fail():
+            gone()
+            raise StorageError(5, "busy")
+
+        pool._undo[first] = fail
+        with pytest.raises(StorageError, match="busy"):
+            pool.close()
         assert not register.open
 
 

@@ -48,6 +48,29 @@ class AllocatorAgainstByteMap(RuleBasedStateMachine):
         self.mark(extent, True)
         self.lent.append(extent)
 
+    @rule(counts=st.lists(st.integers(0, 4), max_size=5))
+    def allocate_side_by_side(self, counts):
+        expected = self.first_fit(sum(counts)) if any(counts) else 0
+        extents = self.allocator.allocate_all([count * self.block for count in counts])
+        if expected is None:
+            assert extents is None
+            return
+        for extent, count in zip(extents, counts, strict=True):
+            assert extent == (Extent(expected * self.block, count * self.block) if count else Extent(0, 0))
+            expected += count
+        lent = [extent for extent in extents if extent.nbytes]
+        for extent in lent:
+            self.mark(extent, True)
+        self.lent += lent
+
+    @precondition(lambda self: self.lent)
+    @rule()
+    def free_all(self):
+        self.allocator.free(*self.lent)
+        for extent in self.lent:
+            self.mark(extent, False)
+        self.lent.clear()
+
     @precondition(lambda self: self.lent)
     @rule(data=st.data())
     def free(self, data):

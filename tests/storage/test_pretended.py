@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 
 import pytest
@@ -236,6 +237,12 @@ def read_for_nobody(directory, device):
             store.evict([0])
 
 
+def slabs(nbytes, register):
+    """Made in another thread, which the device does not watch."""
+    with ThreadPoolExecutor(1) as maker:
+        return maker.submit(SlabPool, CPU, nbytes, 4, register).result()
+
+
 @contextmanager
 def tier_of(name, directory, device):
     if name == "host":
@@ -248,8 +255,8 @@ def tier_of(name, directory, device):
         registered.append(slab)
         return lambda: registered.remove(slab)
 
-    # As with GPUDirect Storage: the drive reads and writes slabs. Workers make them, whom the device does not watch.
-    staging = SlabPool(CPU, 1 << 20, 0, register) if name == "direct" else StagingPool()
+    # As with GPUDirect Storage: the drive reads and writes slabs.
+    staging = slabs(1 << 20, register) if name == "direct" else StagingPool()
     with closing(staging):
         backend = WatchedBackend(PosixBackend([directory], direct=False), device)
         with ssd_tier(backend, directory, mover=StagedMover(backend, staging, device)) as ssd:
@@ -288,10 +295,10 @@ def through(name):
 
 
 def through_slabs(directory, device):
-    """As with GPUDirect Storage; workers make the slabs, as above."""
+    """As with GPUDirect Storage."""
 
     def open_staging(backend, on, *, nbytes, count):
-        return SlabPool(on, nbytes, 0, lambda slab: lambda: None)
+        return slabs(nbytes, lambda slab: lambda: None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_ssd._assembly.open_staging", open_staging)

@@ -90,8 +90,8 @@ def poison_what_is_freed(patch, device):
     def give_back_staging(pool, buffer):
         device.freed(Region(buffer.data_ptr(), buffer.nbytes), "a staging buffer")
 
-    def free_host(arena, extent):
-        if arena._block is not None:
+    def free_host(arena, *extents):
+        for extent in extents if arena._block is not None else ():
             for _, address, nbytes in arena.pieces(extent, extent.nbytes, extent.nbytes):
                 device.freed(Region(address, nbytes), "host memory")
 

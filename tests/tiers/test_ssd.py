@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+import signal
 import threading
 import time
 from contextlib import closing, contextmanager, suppress
@@ -13,6 +14,7 @@ from lightning_ssd.common.tensors import StorageKey
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.memory.pools import StagingPool
 from lightning_ssd.storage.posix import PosixBackend
+from lightning_ssd.storage.spill_file import Arena
 from lightning_ssd.telemetry.events import EventLog, TransferEvent
 from lightning_ssd.tiers.base import ReadRequest, WriteRequest
 from lightning_ssd.tiers.copy_paths import StagedMover
@@ -505,3 +507,21 @@ def test_a_job_whose_producer_is_lost_tells_every_owner(drive, tmp_path):
         tier.write_all([WriteRequest(owner, CHUNK, Lost(), "") for owner in owners])
         tier.flush()
         assert [str(owner.error) for owner in owners] == ["the device is lost"] * 2
+
+
+def test_ctrl_c_loses_none_of_the_places_that_are_given_back_together(drive, tmp_path, monkeypatch):
+    free = Arena.free
+
+    def interrupted(arena, *extents):
+        signal.raise_signal(signal.SIGINT)
+        free(arena, *extents)
+
+    with ssd_tier(drive, tmp_path) as tier:
+        owners = [Owner(random_storage(8192, seed)) for seed in range(4)]
+        tier.write_all([WriteRequest(owner, 8192, None, "storage") for owner in owners])
+        tier.flush()
+        assert tier.used_bytes
+        monkeypatch.setattr(Arena, "free", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tier.free_all([owner.stored for owner in owners])
+        assert tier.used_bytes == 0
