@@ -293,7 +293,7 @@ class HardwareProfile:
 
     backend: Literal["auto", "cufile", "kvikio", "posix"] = "auto"
     """How bytes reach a file: "auto" uses cuFile (GPUDirect Storage) for a GPU where it works and is no slower than
-    posix, else posix."""
+    posix, else posix. With `verify` other than "off", "auto" is posix."""
 
     host_memory: Size | Literal["auto"] = "auto"
     """Limit of host memory that is used in place of drives, for the activations and all optimizer states of a process

@@ -111,7 +111,7 @@ class OffloaderClosedError(OffloadError, RuntimeError):
 def as_storage_error(error: OSError, what: str) -> StorageError:
     """Turn a system error into ours; ``what`` says what was tried, on which path, offset and length."""
     kind = OutOfSpaceError if error.errno in FULL_ERRNOS else StorageError
-    return kind(error.errno, f"{what}: {os.strerror(error.errno or 0)}")
+    return kind(error.errno, f"{what}: {error.strerror or os.strerror(error.errno or 0)}")
 
 
 def copy_of(error: _Error) -> _Error:

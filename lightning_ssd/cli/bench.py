@@ -52,8 +52,8 @@ def bench(
     with reported_errors():
         paths, nbytes = _checked(directories, size, allow_unsuitable=allow_unsuitable)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        tried = 2 * PROBE_BYTES if device.type == "cuda" else 0  # by cuFile and by posix
-        written = (2 if len(paths) == 1 else 4) * nbytes + tried
+        tries = {"posix": 0, "auto": 2 * PROBE_BYTES if device.type == "cuda" else 0}  # by cuFile and by posix
+        written = (2 if len(paths) == 1 else 4) * nbytes + tries.get(backend, PROBE_BYTES)
         (total,) = format_sizes(written * len(paths))
         where = "the directory" if len(paths) == 1 else f"{len(paths)} directories, more to faster ones"
         console().print(f"Writes {total} to {where}; nothing stays there.\n")

@@ -95,7 +95,8 @@ def _report_on(path: Path, problems: list[str]) -> dict[str, Any] | None:
 
 def _choose_backend(choice: BackendChoice, reports: Sequence[dict[str, Any]], problems: list[str]) -> dict[str, Any]:
     """Choose as training does, with the same trials; nothing where a directory cannot serve."""
-    chosen = {"asked": choice, "chosen": None, "reason": "not tried, because a directory cannot be used"}
+    chosen: dict[str, Any] = {"asked": choice, "chosen": None, "is_gds_active": False}
+    chosen["reason"] = "not tried, because a directory cannot be used"
     if problems:
         return chosen
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -105,7 +106,8 @@ def _choose_backend(choice: BackendChoice, reports: Sequence[dict[str, Any]], pr
         problems.append(str(error))
         return chosen | {"reason": str(error)}
     backend.close()
-    return chosen | {"chosen": backend.name, "reason": reason, "is_gds_active": backend.name.endswith(" GDS")}
+    is_gds_active = backend.register is not None and backend.name.endswith(" GDS")  # else host memory moves
+    return chosen | {"chosen": backend.name, "reason": reason, "is_gds_active": is_gds_active}
 
 
 def _notes(reports: Sequence[dict[str, Any]], memory: dict[str, Any]) -> list[str]:

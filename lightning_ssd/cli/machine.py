@@ -16,7 +16,10 @@ from lightning_ssd.memory.readings import cgroup_available_bytes, cgroup_limit_b
 
 __all__ = ["accelerator", "memory", "versions"]
 
-_PACKAGES = ("lightning_ssd", "torch", "lightning", "hydra-core", "wandb")
+_PACKAGES = (
+    *("lightning_ssd", "torch", "lightning", "hydra-core", "wandb"),
+    *("cuda-bindings", "kvikio-cu12", "kvikio-cu13"),
+)
 _NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -13,7 +13,9 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.memory.pools import SlabPool, StagingPool
 from lightning_ssd.storage.spill_file import Arena
 
-__all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_WORKERS", "Backend", "WrappedBackend", "open_staging"]
+__all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_WORKERS", "Backend", "Verb", "WrappedBackend", "open_staging"]
+
+Verb = Literal["write", "read"]
 
 # Both from the sweep in docs/results/bench_io_cpu.md.
 DEFAULT_CHUNK_BYTES = 16 << 20
@@ -105,7 +107,9 @@ class WrappedBackend:
 def open_staging(
     backend: Backend, device: torch.device, *, nbytes: int = DEFAULT_CHUNK_BYTES, count: int = 1
 ) -> StagingPool:
-    """Open the pool of what is between memory of ``device`` and a file. The caller closes it, before the backend.
+    """Open the buffers through which memory of ``device`` goes to a file and back.
+
+    The caller closes them, before the backend.
 
     Args:
         backend: moves the buffers.

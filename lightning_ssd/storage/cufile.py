@@ -13,7 +13,8 @@ import torch
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import BackendUnavailableError, StorageError
 from lightning_ssd.memory.mmap import on_device
-from lightning_ssd.storage.library import OR_POSIX, LibraryBackend, Verb
+from lightning_ssd.storage.backend import Verb
+from lightning_ssd.storage.library import OR_POSIX, LibraryBackend
 
 __all__ = ["CufileBackend"]
 
@@ -25,7 +26,7 @@ class CufileBackend(LibraryBackend):
     through host memory. It is switched off, so that what has no GPUDirect Storage is refused.
 
     Args:
-        device: whose memory moves. With a CPU's device that is host memory.
+        device: whose memory moves.
 
     Raises:
         BackendUnavailableError: ``cuda.bindings``, libcufile or its driver does not load, or other code of this process
@@ -39,7 +40,7 @@ class CufileBackend(LibraryBackend):
     def __init__(self, device: torch.device) -> None:
         self._cufile = _open_driver()
         self._device = device
-        self.register = self._register if device.type == "cuda" else None
+        self.register = self._register
 
     def open_file(self, fd: int) -> int:
         described = self._cufile.Descr()
@@ -49,16 +50,16 @@ class CufileBackend(LibraryBackend):
     def close_file(self, file: int) -> None:
         self._cufile.handle_deregister(file)
 
-    def close(self) -> None:
-        """Leave the driver open: other code may use it."""
-
     def _register(self, region: Region) -> Callable[[], object]:
+        self._pin("register", region, self._cufile.buf_register, region.nbytes, 0)
+        return partial(self._pin, "deregister", region, self._cufile.buf_deregister)
+
+    def _pin(self, verb: str, region: Region, call: Any, *args: int) -> None:
         try:
-            self._ask(self._cufile.buf_register, region.address, region.nbytes, 0)
+            self._ask(call, region.address, *args)
         except OSError as error:
-            what = f"cuFile cannot register {region.nbytes:,} bytes of device memory ({error.strerror})"
+            what = f"cuFile cannot {verb} {region.nbytes:,} bytes of device memory ({error.strerror})"
             raise StorageError(error.errno, f"{what}; free memory there, {OR_POSIX}") from error
-        return partial(self._ask, self._cufile.buf_deregister, region.address)
 
     def _call(self, verb: Verb, file: int, region: Region, offset: int) -> int:
         move = self._cufile.write if verb == "write" else self._cufile.read
@@ -85,22 +86,27 @@ def _open_driver() -> Any:
     """Open cuFile's driver for the process, without compatibility mode; return ``cuda.bindings.cufile``."""
     try:
         from cuda.bindings import cufile
-
-        cufile.get_version()  # loads libcufile
-    except (ImportError, OSError, RuntimeError) as error:
+    except ImportError as error:
         raise BackendUnavailableError(
-            f"cuFile does not load ({str(error).strip()}); install cuda-bindings with `pip install '.[gds]'` in the "
-            f"checkout of lightning_ssd, and libcufile with CUDA, {OR_POSIX}"
+            f"cuFile does not load ({error}); install cuda-bindings with `pip install '.[gds]'` in the checkout of "
+            f"lightning_ssd, {OR_POSIX}"
         ) from error
-    modes = cufile.BoolConfigParameter
+    try:
+        cufile.get_version()  # loads libcufile
+    except (cufile.cuFileError, OSError, RuntimeError) as error:
+        raise BackendUnavailableError(
+            f"cuFile does not load ({str(error).strip()}); install libcufile, a part of CUDA, {OR_POSIX}"
+        ) from error
+    modes = (cufile.BoolConfigParameter.PROPERTIES_ALLOW_COMPAT_MODE, cufile.BoolConfigParameter.FORCE_COMPAT_MODE)
     try:
         try:
-            cufile.set_parameter_bool(modes.PROPERTIES_ALLOW_COMPAT_MODE, False)  # of use only before it is opened
+            for mode in modes:
+                cufile.set_parameter_bool(mode, False)  # of use only before the driver is opened
             cufile.driver_open()
         except cufile.cuFileError as error:
             if error.status != cufile.OpError.DRIVER_ALREADY_OPEN:
                 raise
-        is_compat = any(map(cufile.get_parameter_bool, (modes.PROPERTIES_ALLOW_COMPAT_MODE, modes.FORCE_COMPAT_MODE)))
+        is_compat = any(map(cufile.get_parameter_bool, modes))
     except (cufile.cuFileError, RuntimeError) as error:  # the latter: of a libcufile that lacks a function
         raise BackendUnavailableError(
             f"cuFile does not start ({error}); load the nvidia-fs kernel driver (GPUDirect Storage), {OR_POSIX}"
@@ -108,6 +114,7 @@ def _open_driver() -> Any:
     if is_compat:
         raise BackendUnavailableError(
             "cuFile is in its compatibility mode, which is not GPUDirect Storage; write "
-            f'"allow_compat_mode": false in cufile.json (CUFILE_ENV_PATH_JSON names it), {OR_POSIX}'
+            '"allow_compat_mode": false and "force_compat_mode": false in cufile.json (CUFILE_ENV_PATH_JSON names it), '
+            f"{OR_POSIX}"
         )
     return cufile

@@ -36,7 +36,8 @@ def read_back_s(
 ) -> float | None:
     """Move ``nbytes`` random bytes from memory of ``device`` to a file and back; return the seconds.
 
-    They go in chunks through the staging memory of the backend. Each read crosses a border between two chunks.
+    They go in chunks through the staging memory of the backend. Reads begin in the middle of chunks, so that they cross
+    the borders of what was written.
 
     Returns:
         ``None`` if other bytes came back.

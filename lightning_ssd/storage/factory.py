@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -12,12 +13,15 @@ from lightning_ssd.errors import BackendUnavailableError, ConfigError, OffloadEr
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.drive_probe import read_back_s
 from lightning_ssd.storage.filesystem import check_directory
-from lightning_ssd.storage.library import LibraryBackend
+from lightning_ssd.storage.library import OR_POSIX, LibraryBackend
 from lightning_ssd.storage.posix import PosixBackend
 
 __all__ = ["BackendChoice", "open_backend"]
 
 BackendChoice = Literal["auto", "cufile", "kvikio", "posix"]
+_OF_CUDA = (
+    "moves memory of CUDA devices, and what moves here is host memory (no card, or checksums: OffloadPolicy.verify)"
+)
 
 
 def open_backend(
@@ -27,22 +31,28 @@ def open_backend(
     device: torch.device,
     allow_unsuitable_paths: bool = False,
 ) -> tuple[Backend, str]:
-    """Choose and open a backend for ``directories``, which are made when missing; say in one sentence why this one.
+    """Choose and open a backend for ``directories``; also return the reason, in one sentence.
+
+    Directories are made when missing.
 
     Args:
-        choice: "auto" takes cuFile for a CUDA device if every directory gives back from there what was written, and no
-            slower than by posix; else posix. kvikio waits for the device's default stream, so that it is never taken.
+        choice: "auto" takes cuFile for a CUDA device, else posix. Every directory must give back by cuFile what was
+            written, no slower than by posix. "auto" never takes kvikio, which waits for the device's default stream.
         directories: one per drive.
         device: whose memory a backend moves, also where it is copied from another one's.
         allow_unsuitable_paths: accept memory and network file systems.
 
     Raises:
         UnsuitablePathError: if a directory cannot serve.
-        BackendUnavailableError: if cuFile or kvikio was asked for by name and does not work here.
+        BackendUnavailableError: if cuFile or kvikio was asked for by name and does not work here, or not on ``device``.
         ConfigError: if there is no directory.
     """
     if not directories:
         raise ConfigError("no directory to offload to; name at least one in HardwareProfile(paths=...)")
+    if choice == "cufile" and device.type != "cuda":
+        raise BackendUnavailableError(
+            f'backend="cufile" {_OF_CUDA}; set OffloadPolicy(verify="off") on a card, {OR_POSIX}'
+        )
     for directory in directories:
         check_directory(directory, allow_unsuitable=allow_unsuitable_paths)
     if choice in ("cufile", "kvikio"):
@@ -50,19 +60,23 @@ def open_backend(
         return named, f"{named.name}, because {named.why}"
     posix, reason = PosixBackend(directories), "backend='posix' was asked for"
     if choice == "auto" and device.type != "cuda":
-        reason = f"cuFile moves memory of CUDA devices, and what moves here is the {device.type}'s"
+        reason = f"cuFile {_OF_CUDA}"
     elif choice == "auto":
         try:
             direct, direct_s = _open_direct("cufile", directories, device)
         except (OffloadError, torch.OutOfMemoryError) as error:
             reason = f"cuFile does not work here: {error}"
         else:
-            posix_s = _proved_s(posix, directories, device)
-            reason = f"64 MiB in each directory took cuFile {direct_s:.3f} s there and back, and posix {posix_s:.3f} s"
-            if direct_s <= posix_s:
-                posix.close()
-                return direct, f"{direct.name}, because {direct.why}, and {reason}"
-            direct.close()
+            with ExitStack() as slower:
+                slower.callback(direct.close)
+                posix_s = _proved_s(posix, directories, device)
+                reason = (
+                    f"64 MiB in each directory took cuFile {direct_s:.3f} s there and back, and posix {posix_s:.3f} s"
+                )
+                if direct_s <= posix_s:
+                    slower.pop_all()
+                    posix.close()
+                    return direct, f"{direct.name}, because {direct.why}, and {reason}"
     return posix, f"{posix.name} ({posix.why}), because {reason}"
 
 
@@ -81,7 +95,10 @@ def _open_direct(choice: str, directories: Sequence[Path], device: torch.device)
 
 
 def _proved_s(backend: Backend, directories: Sequence[Path], device: torch.device) -> float:
-    """Return the seconds in which a backend proves that it gives back what was written. It may load and lose bytes."""
+    """Return the seconds in which a backend proves that it gives back what was written. It may load and lose bytes.
+
+    Closes the backend on failure.
+    """
     taken_s = 0.0
     try:
         for directory in directories:

@@ -171,17 +171,17 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
 
 
 def _read_queue(device: int, name: str) -> int | None:
-    """A limit of the queue of a block device; a partition has none of its own, its parent has."""
+    """Return a limit of the queue of a block device; a partition has none of its own, its parent has.
+
+    ``None``: no block device is below (overlay, btrfs, zfs), there is no sysfs, or the kernel is old.
+    """
     node = _BLOCK_DEVICES / f"{os.major(device)}:{os.minor(device)}"
     own = read_number(node / "queue" / name)
     return read_number(node.resolve().parent / "queue" / name) if own is None else own
 
 
 def read_number(path: Path) -> int | None:
-    """Return the number in a file of the kernel's.
-
-    ``None``: no block device is below (overlay, btrfs, zfs), there is no sysfs, or the kernel is old.
-    """
+    """Return the number in a file of the kernel's. ``None``: there is no such file, or no number in it."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

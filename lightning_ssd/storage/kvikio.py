@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import BackendUnavailableError
-from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS
-from lightning_ssd.storage.library import OR_POSIX, LibraryBackend, Verb
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Verb
+from lightning_ssd.storage.library import OR_POSIX, LibraryBackend
 
 __all__ = ["KvikioBackend"]
 
@@ -40,6 +40,8 @@ class KvikioBackend(LibraryBackend):
         try:
             gds = driver.get("is_gds_available") and not driver.get("allow_compat_mode")
             self.why = f"cuFile has {'' if gds else 'no '}GPUDirect Storage with its own compatibility mode off"
+            if not gds:
+                self.why += '; write "allow_compat_mode": false in cufile.json'
         except self.errors as error:
             gds, self.why = False, f"cuFile did not say whether it has GPUDirect Storage: {error}"
         self.name = "kvikio GDS" if gds else "kvikio POSIX"

@@ -6,17 +6,17 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning_ssd.common.profiling import spanned
 from lightning_ssd.common.tensors import Region
-from lightning_ssd.errors import BackendUnavailableError, ShortTransferError, StorageError
+from lightning_ssd.errors import BackendUnavailableError, ShortTransferError, StorageError, as_storage_error
 from lightning_ssd.memory.mmap import PAGE_BYTES
+from lightning_ssd.storage.backend import Verb
 from lightning_ssd.storage.spill_file import Arena
 
-__all__ = ["OR_POSIX", "LibraryBackend", "Verb"]
+__all__ = ["OR_POSIX", "LibraryBackend"]
 
-Verb = Literal["write", "read"]
 OR_POSIX = 'or use HardwareProfile(backend="posix")'
 """How the messages of a library that does not work end."""
 
@@ -50,9 +50,8 @@ class LibraryBackend(ABC):
     def open_arena(self, directory: Path) -> Arena:
         return _LibraryArena(directory, self)
 
-    @abstractmethod
-    def close(self) -> None:
-        """Put settings back that belong to the process. Idempotent."""
+    def close(self) -> None:  # noqa: B027
+        pass
 
     @spanned("lightning_ssd::write")
     def write(self, arena: Arena, region: Region, offset: int) -> None:
@@ -76,8 +75,7 @@ class LibraryBackend(ABC):
             try:
                 moved = self._call(verb, arena.file, region, offset)
             except self.errors as error:
-                code, text = _read(error)
-                raise StorageError(code, f"{what} ({self.name}): {text}") from error
+                raise as_storage_error(_as_os_error(error), f"{what} ({self.name})") from error
             if moved != region.nbytes:
                 raise ShortTransferError(errno.EIO, f"{what} ({self.name}): {moved:,} bytes moved")
 
@@ -94,16 +92,19 @@ class _LibraryArena(Arena):
             self.file = backend.open_file(self.fd)
         except backend.errors as error:
             self.close()
+            why = _as_os_error(error).strerror
             raise BackendUnavailableError(
-                f"{backend.name} takes no file in {directory} ({_read(error)[1]}); name another directory, {OR_POSIX}"
+                f"{backend.name} takes no file in {directory} ({why}); name another directory, {OR_POSIX}"
             ) from error
 
     def _release(self) -> None:
-        if self.file is not None:
-            self.backend.close_file(self.file)
-        super()._release()
+        try:
+            if self.file is not None:
+                self.backend.close_file(self.file)
+        finally:
+            super()._release()
 
 
-def _read(error: Exception) -> tuple[int, str]:
-    """Return the system's number of an error, and its text."""
-    return getattr(error, "errno", None) or errno.EIO, getattr(error, "strerror", None) or str(error)
+def _as_os_error(error: Exception) -> OSError:
+    """Return an error of a library as the system's, with a number and a text."""
+    return OSError(getattr(error, "errno", None) or errno.EIO, getattr(error, "strerror", None) or str(error))

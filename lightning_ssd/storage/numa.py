@@ -23,11 +23,10 @@ def directory_order(
     own = None
     if device.type == "cuda":
         card: Any = torch.cuda.get_device_properties(device)
-        if not hasattr(card, "pci_domain_id"):  # an older PyTorch
-            return near_first(nodes, None, local_rank)
-        address = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
-        own = _node_of(sysfs / "bus/pci/devices" / address)
-    elif device.type == "cpu" and hasattr(os, "sched_getaffinity"):
+        if hasattr(card, "pci_domain_id"):  # not in an older PyTorch
+            address = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
+            own = _node_of(sysfs / "bus/pci/devices" / address)
+    elif device.type == "cpu":
         cores = [sysfs / f"devices/system/cpu/cpu{core}" for core in os.sched_getaffinity(0)]
         found = {int(link.name[4:]) for core in cores for link in core.glob("node[0-9]*")}
         own = found.pop() if len(found) == 1 else None  # else it is bound to none
@@ -37,9 +36,10 @@ def directory_order(
 def near_first(nodes: Sequence[int | None], own: int | None, local_rank: int) -> list[int]:
     """Return the numbers of drives: those on the node of a process, then the others. ``None``: a node is unknown.
 
-    Processes begin with different ones of each. Where all drives are near, or none is, they are alike.
+    Processes begin with different ones of each. Drives are alike where all are near, where none is, and where the node
+    of one is unknown.
     """
-    near = [number for number, node in enumerate(nodes) if own is not None and node == own]
+    near = [number for number, node in enumerate(nodes) if node == own and None not in nodes]
     far = [number for number in range(len(nodes)) if number not in near]
     return [drives[(local_rank + i) % len(drives)] for drives in (near, far) for i in range(len(drives))]
 

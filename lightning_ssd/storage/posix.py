@@ -17,9 +17,8 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import ShortTransferError, StorageError, as_storage_error
 from lightning_ssd.memory.mmap import PAGE_BYTES
 from lightning_ssd.memory.pools import StagingPool
-from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, Verb
 from lightning_ssd.storage.filesystem import DirectAlignment, direct_alignment
-from lightning_ssd.storage.library import Verb
 from lightning_ssd.storage.spill_file import Arena
 
 __all__ = ["PosixBackend"]

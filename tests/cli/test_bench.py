@@ -55,6 +55,12 @@ def test_no_more_is_written_than_was_said(num_directories, num_writes, told, pai
     assert f"Writes {told} to " in done.output
 
 
+@pytest.mark.parametrize(("backend", "told"), [("posix", "64.0 MiB"), ("cufile", "0.12 GiB"), ("kvikio", "0.12 GiB")])
+def test_the_trial_of_a_named_library_is_told_of(backend, told, spill_dir):
+    """Whether it works here or not."""
+    assert f"Writes {told} to the directory" in run(spill_dir, "--size", SIZE, "--backend", backend).output
+
+
 @pytest.mark.parametrize("loses", [True, False], ids=["a lost write", "a flipped bit"])
 def test_bytes_that_come_back_wrong_are_an_error(loses, spill_dir, monkeypatch):
     write, calls = PosixBackend.write, []

@@ -2,9 +2,12 @@ import json
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from lightning_ssd.cli import doctor as doctor_module
 from lightning_ssd.errors import BackendUnavailableError
 from tests.support.commands import command, said
 
@@ -33,7 +36,10 @@ def test_a_directory_on_a_drive_is_ready_and_stays_as_it_was(spill_dir):
 def test_json_has_all_that_is_asked_for(spill_dir):
     facts = findings(spill_dir)
     assert set(facts) == {*("versions", "accelerator", "memory", "directories", "backend", "notes", "problems")}
-    assert {"python", "torch", "lightning", "hydra-core", "wandb", "lightning_ssd"} == set(facts["versions"])
+    assert set(facts["versions"]) == {
+        *("python", "torch", "lightning", "hydra-core", "wandb", "lightning_ssd"),
+        *("cuda-bindings", "kvikio-cu12", "kvikio-cu13"),
+    }
     assert {"host_bytes", "cgroup_limit_bytes", "memlock_bytes", "malloc"} <= set(facts["memory"])
     (directory,) = facts["directories"]
     assert directory["path"] == str(spill_dir)
@@ -41,6 +47,7 @@ def test_json_has_all_that_is_asked_for(spill_dir):
     assert 0 < directory["free_bytes"] <= directory["total_bytes"]
     assert facts["backend"]["asked"] == "auto"
     assert facts["backend"]["chosen"] in ("posix O_DIRECT", "posix page cache", "cuFile GDS")
+    assert facts["backend"]["is_gds_active"] is (facts["backend"]["chosen"] == "cuFile GDS")
     assert facts["problems"] == []
 
 
@@ -119,15 +126,25 @@ def test_a_mount_that_is_read_only_is_named(spill_dir, monkeypatch):
     assert "owner" not in words
 
 
-def test_kvikio_that_is_not_here_is_refused_only_if_asked_for(spill_dir, monkeypatch):
+@pytest.mark.parametrize(("name", "loads"), [("cufile", "cufile._open_driver"), ("kvikio", "kvikio._import_kvikio")])
+def test_a_library_that_is_not_here_is_refused_only_if_asked_for(name, loads, spill_dir, monkeypatch):
     def missing():
-        raise BackendUnavailableError("kvikio does not load (test)")
+        raise BackendUnavailableError("it does not load (test)")
 
-    monkeypatch.setattr("lightning_ssd.storage.kvikio._import_kvikio", missing)
+    monkeypatch.setattr(f"lightning_ssd.storage.{loads}", missing)
     assert findings(spill_dir)["problems"] == []
-    done = run(spill_dir, "--backend", "kvikio")
+    done = run(spill_dir, "--backend", name)
     assert done.exit_code == 1
-    assert "kvikio does not load (test)" in said(done)
+    is_refused = name == "cufile" and not torch.cuda.is_available()
+    assert ("what moves here is host memory" if is_refused else "it does not load (test)") in said(done)
+    assert findings(spill_dir, "--backend", name)["backend"]["is_gds_active"] is False
+
+
+@pytest.mark.parametrize("register", [None, print])
+def test_memory_of_the_host_has_no_gds(register, spill_dir, monkeypatch):
+    opened = SimpleNamespace(name="kvikio GDS", register=register, close=lambda: None)
+    monkeypatch.setattr(doctor_module, "open_backend", lambda *_, **__: (opened, "a test"))
+    assert findings(spill_dir)["backend"]["is_gds_active"] is (register is not None)
 
 
 def test_a_mistyped_backend_has_the_exit_code_of_usage(spill_dir):

@@ -1,17 +1,20 @@
+import sys
 from contextlib import closing
 
 import pytest
 import torch
 
-from lightning_ssd.errors import BackendUnavailableError, ConfigError
+from lightning_ssd.errors import BackendUnavailableError, ConfigError, OutOfSpaceError
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES
 from lightning_ssd.storage.drive_probe import read_back_s
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.posix import PosixBackend
-from tests.storage.test_cufile import HAS_BINDINGS
 from tests.storage.test_kvikio import HAS_KVIKIO, has_driver
 
 DEVICE = torch.device("cuda", 3)
+OF_CUDA = (
+    "moves memory of CUDA devices, and what moves here is host memory (no card, or checksums: OffloadPolicy.verify)"
+)
 without_kvikio = pytest.mark.skipif(HAS_KVIKIO and has_driver(), reason="kvikio works here")
 
 
@@ -23,7 +26,7 @@ def test_posix_on_cpu(tmp_path, choice):
     assert backend.name in {"posix O_DIRECT", "posix page cache"}
     assert why.startswith(f"{backend.name} (")
     expected = {
-        "auto": "because cuFile moves memory of CUDA devices, and what moves here is the cpu's",
+        "auto": f"because cuFile {OF_CUDA}",
         "posix": "because backend='posix' was asked for",
     }
     assert why.endswith(expected[choice])
@@ -31,8 +34,19 @@ def test_posix_on_cpu(tmp_path, choice):
     backend.close()
 
 
-@pytest.mark.skipif(HAS_BINDINGS, reason="cuda.bindings is installed")
-def test_posix_on_cuda_where_cufile_does_not_load(tmp_path):
+def test_cufile_on_host_memory_is_refused_before_it_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_ssd.storage.cufile.CufileBackend", None)
+    with pytest.raises(BackendUnavailableError) as caught:
+        open_backend("cufile", directories=[tmp_path / "new"], device=torch.device("cpu"))
+    assert str(caught.value) == (
+        f'backend="cufile" {OF_CUDA}; set OffloadPolicy(verify="off") on a card, '
+        'or use HardwareProfile(backend="posix")'
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_posix_on_cuda_where_cufile_does_not_load(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     backend, why = open_backend(
         "auto", directories=[tmp_path], device=torch.device("cuda"), allow_unsuitable_paths=True
     )
@@ -45,9 +59,11 @@ class Cufile:
     """Loads wherever it is asked to."""
 
     name, why, register = "cuFile GDS", "a test", None
+    opened = None
 
     def __init__(self, device):
         self.device, self.is_closed = device, False
+        Cufile.opened = self
 
     def close(self):
         self.is_closed = True
@@ -61,6 +77,8 @@ def proved(monkeypatch):
     tried, seconds = [], {"cuFile GDS": 1.0, "posix O_DIRECT": 1.0, "posix page cache": 1.0}
 
     def read_back_s(backend, directory, device):
+        if isinstance(seconds[backend.name], Exception):
+            raise seconds[backend.name]
         tried.append((backend.name.partition(" ")[0], directory.name, device))
         return seconds[backend.name]
 
@@ -100,6 +118,13 @@ def test_cufile_that_gives_back_other_bytes_is_not_taken(tmp_path, proved):
     backend.close()
     with pytest.raises(BackendUnavailableError, match="did not read back"):
         opened(tmp_path, "cufile")
+
+
+def test_what_posix_cannot_do_is_told_of_and_leaves_nothing_open(tmp_path, proved):
+    proved[1].update(dict.fromkeys(["posix O_DIRECT", "posix page cache"], OutOfSpaceError("full (test)")))
+    with pytest.raises(OutOfSpaceError, match="full"):
+        opened(tmp_path)
+    assert Cufile.opened.is_closed
 
 
 class Forgetful(PosixBackend):

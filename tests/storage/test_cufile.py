@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ssd.errors import BackendUnavailableError, ShortTransferError, StorageError
+from lightning_ssd.errors import BackendUnavailableError, OutOfSpaceError, ShortTransferError, StorageError
 from lightning_ssd.storage.backend import open_staging
 from lightning_ssd.storage.cufile import CufileBackend
 from lightning_ssd.storage.drive_probe import read_back_s
@@ -61,14 +61,18 @@ class Standin:
     def opened(self):
         return ctypes.c_int.in_dll(self._loaded, "standin_opened").value
 
-    def open_before(self, *, compat_mode):
+    def mode(self, key):
+        return ctypes.c_bool.in_dll(self._loaded, f"standin_{key}_compat_mode")
+
+    def open_before(self, *, modes=()):
         """As other code of the process."""
-        ctypes.c_bool.in_dll(self._loaded, "standin_compat_mode").value = compat_mode
+        for key in ("allow", "force"):
+            self.mode(key).value = key in modes
         ctypes.c_int.in_dll(self._loaded, "standin_opened").value = 1
 
     def close_driver(self):
         ctypes.c_int.in_dll(self._loaded, "standin_opened").value = 0
-        ctypes.c_bool.in_dll(self._loaded, "standin_compat_mode").value = True
+        self.mode("allow").value = self.mode("force").value = True
 
     def num_files(self):
         return sum(fd > 0 for fd in (ctypes.c_int * 64).in_dll(self._loaded, "standin_files"))
@@ -92,28 +96,14 @@ def standin(monkeypatch):
     assert told.num_files() == told.num_buffers() == 0, "it leaks"
 
 
-class OfDevice(CufileBackend):
+@pytest.mark.usefixtures("standin")
+class TestCufile(BackendSuite):
     """Takes host memory for a card's, as the stand-in does."""
 
-    def __init__(self):
-        super().__init__(CPU)
-        self.register = self._register
-
-
-@pytest.mark.usefixtures("standin")
-class TestCufileOnHostMemory(BackendSuite):
-    __test__ = HAS_BINDINGS and HAS_STANDIN  # no crowd of skips: the test of the stand-in says why it did not run
-
-    def make_backend(self, directory):
-        return CufileBackend(CPU)
-
-
-@pytest.mark.usefixtures("standin")
-class TestCufileInItsDeviceForm(BackendSuite):
     __test__ = HAS_BINDINGS and HAS_STANDIN
 
     def make_backend(self, directory):
-        return OfDevice()
+        return CufileBackend(CPU)
 
 
 class TestOverTheStandin:
@@ -121,7 +111,7 @@ class TestOverTheStandin:
 
     @pytest.fixture
     def backend(self, standin):
-        with closing(OfDevice()) as backend:
+        with closing(CufileBackend(CPU)) as backend:
             yield backend
 
     @pytest.fixture
@@ -133,17 +123,18 @@ class TestOverTheStandin:
         for _ in range(3):
             CufileBackend(CPU).close()
         assert standin.opened() == 1
-        assert ctypes.c_bool.in_dll(library(), "standin_compat_mode").value is False
+        assert not standin.mode("allow")
+        assert not standin.mode("force")
 
-    def test_what_others_have_opened_in_compatibility_mode_is_no_gds(self, standin):
-        standin.open_before(compat_mode=True)
-        with pytest.raises(
-            BackendUnavailableError, match=r'"allow_compat_mode": false in cufile.json.*backend="posix"'
-        ):
+    @pytest.mark.parametrize("mode", ["allow", "force"])
+    def test_what_others_have_opened_in_compatibility_mode_is_no_gds(self, standin, mode):
+        standin.open_before(modes=[mode])
+        keys = '"allow_compat_mode": false and "force_compat_mode": false in cufile.json'
+        with pytest.raises(BackendUnavailableError, match=f'{keys}.*backend="posix"'):
             CufileBackend(CPU)
 
     def test_what_others_have_opened_without_it_is_taken(self, standin):
-        standin.open_before(compat_mode=False)
+        standin.open_before()
         CufileBackend(CPU).close()
         assert standin.opened() == 1
 
@@ -153,6 +144,11 @@ class TestOverTheStandin:
             CufileBackend(CPU)
         standin.be_told_no_more("DRIVER")
         CufileBackend(CPU).close()
+
+    def test_a_library_that_does_not_answer_is_told_of(self, standin):
+        standin.be_told("VERSION", 5010)
+        with pytest.raises(BackendUnavailableError, match=r"does not load .NVFS_DRIVER_ERROR.*install libcufile"):
+            CufileBackend(CPU)
 
     def test_a_file_without_gds_is_refused_and_not_leaked(self, standin, tmp_path):
         standin.be_told("NO_GDS")
@@ -165,6 +161,12 @@ class TestOverTheStandin:
         standin.be_told("NO_PINNING")
         with pytest.raises(StorageError, match=r"cannot register 16,777,216 bytes.*GPU_MEMORY_PINNING_FAILED"):
             open_staging(backend, CPU)
+
+    def test_memory_that_cannot_be_let_go_of_is_told_of(self, backend):
+        undo = backend.register(Memory.random(8192).region)
+        undo()
+        with pytest.raises(StorageError, match=r"cannot deregister 8,192 bytes.*MEMORY_NOT_REGISTERED"):
+            undo()
 
     @pytest.mark.parametrize("verb", ["write", "read"])
     def test_a_short_move_is_an_error(self, standin, backend, arena, verb):
@@ -191,6 +193,26 @@ class TestOverTheStandin:
         assert caught.value.errno == code
         assert arena.written_bytes == 0
 
+    @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+    def test_a_full_drive_has_an_error_of_its_own(self, standin, backend, arena, code):
+        extent = arena.allocate(8192)
+        standin.be_told("ERROR", code)
+        with pytest.raises(OutOfSpaceError, match=f"cannot write 8,192 bytes.*{os.strerror(code)}"):
+            backend.write(arena, Memory.random(8192).region, extent.offset)
+
+    def test_a_file_that_is_not_let_go_of_is_closed_all_the_same(self, backend, tmp_path, monkeypatch):
+        before, arena = os.listdir("/proc/self/fd"), backend.open_arena(tmp_path)
+        close_file = backend.close_file
+
+        def failing(file):
+            close_file(file)
+            raise RuntimeError("of the library")
+
+        monkeypatch.setattr(backend, "close_file", failing)
+        with pytest.raises(RuntimeError, match="of the library"):
+            arena.close()
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+
     def test_arenas_of_others_are_refused(self, backend, tmp_path):
         refused = pytest.raises(StorageError, match="opened by another backend")
         with closing(PosixBackend([tmp_path])) as posix, closing(posix.open_arena(tmp_path)) as other, refused:
@@ -202,14 +224,16 @@ class TestOverTheStandin:
             assert standin.num_files() == 1
         assert standin.num_files() == 0
 
-    def test_by_name_it_proves_itself_and_says_why(self, standin, tmp_path):
-        backend, why = open_backend("cufile", directories=[tmp_path], device=CPU, allow_unsuitable_paths=True)
+    def test_by_name_it_proves_itself_and_says_why(self, standin, tmp_path, monkeypatch):
+        monkeypatch.setattr("lightning_ssd.storage.cufile.CufileBackend", lambda device: CufileBackend(CPU))
+        monkeypatch.setattr("lightning_ssd.storage.factory.read_back_s", lambda *to: read_back_s(*to[:2], CPU))
+        backend, why = open_backend("cufile", directories=[tmp_path], device=CUDA, allow_unsuitable_paths=True)
         assert why == "cuFile GDS, because every directory takes it with cuFile's compatibility mode off"
         backend.close()
 
     def test_a_training_moves_through_slabs_that_are_registered_once(self, standin, tmp_path, monkeypatch):
         """And gives the bits of one without an offloader."""
-        monkeypatch.setattr("lightning_ssd._assembly.open_backend", lambda *_, **__: (OfDevice(), "a test"))
+        monkeypatch.setattr("lightning_ssd._assembly.open_backend", lambda *_, **__: (CufileBackend(CPU), "a test"))
         x = torch.linspace(-1, 1, 300_001).requires_grad_()
         x.sin().exp().square().sum().backward()
         expected, x.grad = x.grad, None
@@ -225,10 +249,21 @@ class TestOverTheStandin:
         assert torch.equal(x.grad, 2 * expected)
 
 
-@pytest.mark.skipif(HAS_BINDINGS, reason="cuda.bindings is installed")
-def test_without_bindings_it_names_the_extra():
+def test_without_bindings_it_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(BackendUnavailableError, match=r"pip install '\.\[gds\]'.* in the checkout"):
         CufileBackend(CUDA)
+
+
+@needs_bindings
+def test_without_libcufile_it_asks_for_that_alone(monkeypatch):
+    def missing():
+        raise RuntimeError("no libcufile.so.0 (test)")
+
+    monkeypatch.setattr("cuda.bindings.cufile.get_version", missing)
+    with pytest.raises(BackendUnavailableError, match=r"\(no libcufile.so.0 .test.\); install libcufile") as caught:
+        CufileBackend(CUDA)
+    assert "pip" not in str(caught.value)
 
 
 @needs_bindings
@@ -272,8 +307,3 @@ class TestOnTheGpu:
             assert read_back_s(backend, tmp_path, CUDA) is not None
         except BackendUnavailableError as error:
             pytest.skip(f"no GPUDirect Storage here: {error}")
-
-    def test_auto_says_why(self, tmp_path):
-        backend, why = open_backend("auto", directories=[tmp_path], device=CUDA, allow_unsuitable_paths=True)
-        assert backend.name == "cuFile GDS" or "cuFile does not work here" in why or "took cuFile" in why
-        backend.close()

@@ -80,8 +80,9 @@ class TestNearFirst:
         assert [near_first(drives, own, rank)[0] for rank in range(5)] == [0, 1, 2, 3, 0]
         assert near_first(drives, own, 6) == [2, 3, 0, 1]
 
-    def test_a_drive_that_is_unknown_comes_after_those_that_are_near(self):
-        assert near_first([None, 1, 0], 0, 0) == [2, 0, 1]
+    @pytest.mark.parametrize("drives", [[0, None], [None, 1], [None, 0]])
+    def test_one_that_is_unknown_leaves_all_alike(self, drives):
+        assert [near_first(drives, 0, rank)[0] for rank in range(4)] == [0, 1, 0, 1]
 
     @pytest.mark.parametrize("node", [0, 1, None])
     def test_one_drive(self, node):
@@ -139,5 +140,5 @@ class TestDirectoryOrder:
         assert self.order(sysfs, two) == [0, 1]
         assert self.order(sysfs, two, device=torch.device("cuda", 0)) == [1, 0]
 
-    def test_this_machine(self, tmp_path):
+    def test_sysfs_of_this_machine_is_read(self, tmp_path):
         assert directory_order([tmp_path], CPU, 1) == [0]
