@@ -17,7 +17,7 @@ from lightning_ssd.common.accelerators import accelerator_of
 from lightning_ssd.common.formatting import escape_control, format_sizes
 from lightning_ssd.common.status_line import StatusLine
 from lightning_ssd.common.validation import parse_size
-from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, open_staging
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, open_staging
 from lightning_ssd.storage.drive_probe import PROBE_BYTES, Rates, read_back_s
 from lightning_ssd.storage.factory import BackendChoice, open_backend
 from lightning_ssd.storage.filesystem import check_directory
@@ -62,7 +62,9 @@ def bench(
             with ExitStack() as stack, StatusLine(f"Measuring {', '.join(map(str, paths))}", delay_s=0):
                 mover, accelerator = None, accelerator_of(device)
                 if accelerator is not None and chosen.register is not None:
-                    staging = stack.enter_context(closing(open_staging(chosen, device)))
+                    staging = stack.enter_context(
+                        closing(open_staging(chosen, device, count=2 * DEFAULT_WORKERS * len(paths)))
+                    )
                     mover = StagedMover(chosen, staging, StreamCopies(accelerator))
                 else:
                     device = torch.device("cpu")
