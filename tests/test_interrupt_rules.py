@@ -11,8 +11,7 @@ PACKAGE = Path(lightning_ssd.__file__).parent
 PYTHON_AT_DEATH = {"finalize", "WeakMethod", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary"}
 """Each gives a weak reference a callback that is a function of Python."""
 C_CALLBACKS = {
-    "self.notes.append",
-    "accounting.notes.append",
+    "accounting.note",
     "self._returned.append",
     "self._dead.append",
     "_note_dead",
@@ -30,7 +29,8 @@ def python_at_death(source):
     weak_classes = {
         node.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and any("weakref.ref" in ast.unparse(base) for base in node.bases)
+        if isinstance(node, ast.ClassDef)
+        and any("weakref.ref" in ast.unparse(base) or ast.unparse(base) == "Watched" for base in node.bases)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "__del__":

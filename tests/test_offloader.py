@@ -162,11 +162,11 @@ def test_dropped_unclosed_under_the_accounting_lock(spill_dir, forks):
 import faulthandler, gc, torch, lightning_ssd as s
 from lightning_ssd.activations.accounting import MemoryAccounting
 faulthandler.dump_traceback_later(240, exit=True)
-opened = MemoryAccounting.opened
-def collecting(self, record):
+note_peaks = MemoryAccounting._note_peaks
+def collecting(self):
     gc.collect()
-    opened(self, record)
-MemoryAccounting.opened = collecting
+    note_peaks(self)
+MemoryAccounting._note_peaks = collecting
 policy = s.OffloadPolicy(activations="offload", min_tensor_bytes=0)
 hardware = s.HardwareProfile(paths={str(spill_dir)!r})
 forgotten = s.Offloader(policy=policy, hardware=hardware).open()

@@ -19,15 +19,15 @@ def at_a_lock(monkeypatch, tmp_path):
     calls = []
     with open_offloader(tmp_path, EAGER) as offloader:
         accounting = offloader._opened().accounting
-        opened = accounting.opened
+        note_peaks = accounting._note_peaks
 
-        def wrapped(record):
+        def wrapped():
             assert accounting.lock.locked()
             while calls:
                 calls.pop()()
-            opened(record)
+            note_peaks()
 
-        monkeypatch.setattr(accounting, "opened", wrapped)
+        monkeypatch.setattr(accounting, "_note_peaks", wrapped)
         yield offloader, calls
 
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from queue import SimpleQueue
 
 import torch
 
@@ -151,14 +152,20 @@ class SlabPool(StagingPool):
         except BaseException:
             self.close()
             raise
-        self._idle = threading.Semaphore(len(self._spare))
+        self._idle = SimpleQueue[None]()  # one token for each slab: it waits in C, where Ctrl-C leaves no lock taken
+        for _ in self._spare:
+            self._idle.put(None)
 
     @contextmanager
     def lease(self, nbytes: int) -> Iterator[torch.Tensor]:
         if nbytes > self._nbytes:
             raise ValueError(f"{nbytes:,} bytes were asked for of slabs of {self._nbytes:,}")
-        with self._idle, super().lease(nbytes) as slab:
-            yield slab
+        self._idle.get()
+        try:
+            with super().lease(nbytes) as slab:
+                yield slab
+        finally:
+            self._idle.put(None)
 
     def _made(self, device: torch.device, register: Callable[[Region], Callable[[], object]]) -> torch.Tensor:
         memory = torch.empty(self._nbytes + _GPU_PAGE_BYTES, dtype=torch.uint8, device=device)
