@@ -376,7 +376,7 @@ class TransferQueue:
         """Wake the lanes that have left chunks, and leave them no more. With the lock held; a chunk has ended."""
         fastest = min(self._chunk_s)
         for lane, num in enumerate(self._num_left):
-            if num:
+            if num and not self._num_moving[lane]:  # else a chunk is to show it
                 self._chunk_s[lane] -= _FORGETS * (self._chunk_s[lane] - fastest)
                 self._is_forgotten[lane] = True
             if num and not self._leaves_the_rest(lane):

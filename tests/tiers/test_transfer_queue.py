@@ -388,14 +388,23 @@ def test_a_drive_that_was_slow_is_asked_again(drives):
 
 def test_a_drive_that_is_asked_again_shows_with_one_chunk_that_it_is_still_slow(events):
     """Of two that it took at once, the others would have done the second one long before."""
+    taken, goes_on = [], threading.Event()
     with closing(TransferQueue("write", 2, events, num_lanes=2)) as queue:
-        drives = TwoDrives(queue)
-        drives.seconds = [0.01, 0.2]
-        drives.move(100)  # it learns
-        for _ in range(6):
-            drives.taken.clear()
-            drives.move(48)
-            assert drives.taken.count(1) <= 1
+        queue._chunk_s, queue._is_forgotten = [0.001, 0.02], [False, True]
+
+        def chunk():
+            taken.append(queue.lane)
+            if queue.lane:
+                goes_on.wait(PATIENCE_S)
+            time.sleep(0.001)
+
+        one = Move(*[chunk] * 400)
+        queue.submit(one)
+        wait_until(lambda: taken.count(0) >= 300)
+        num_slow = taken.count(1)
+        goes_on.set()
+        one.wait()
+    assert num_slow == 1
 
 
 @pytest.mark.parametrize(
