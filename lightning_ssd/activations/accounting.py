@@ -60,7 +60,7 @@ class MemoryAccounting:
         self.leaving: deque[SavedStorage] = deque()
         """Records that have let go of their memory. It counts until the program holds it no more, either."""
         self.watched: dict[int, SavedStorage | KeptStorage] = {}
-        """Those that count, by their ``id``."""
+        """Records that count, by their ``id``."""
         self.by_storage: dict[int, SavedStorage | KeptStorage] = {}
         """The last record of each storage, by its ``cdata``. Hooks add to it without the lock."""
         self.unwanted: deque[StoredBytes] = deque()

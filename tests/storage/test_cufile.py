@@ -4,12 +4,8 @@ import ctypes
 import errno
 import importlib.util
 import os
-import re
-import shutil
-import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +18,7 @@ from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.posix import PosixBackend
 from tests.support.late import LateCopies
 from tests.support.opened import offloader_in
+from tests.support.standins import COMPILER, run_over_standin
 from tests.support.suite import BackendSuite, Memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -47,7 +44,6 @@ def library():
 
 
 HAS_STANDIN = library() is not None
-COMPILER = shutil.which("cc") or shutil.which("gcc")
 needs_bindings = pytest.mark.skipif(not HAS_BINDINGS, reason="cuda.bindings is not installed (extra gds)")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -271,22 +267,14 @@ def test_without_libcufile_it_asks_for_that_alone(monkeypatch):
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 def test_over_a_stand_in_library(tmp_path):
     """Runs the tests above in a process that finds a libcufile without a card."""
-    source = Path(__file__).with_name("standin_cufile.c")
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", tmp_path / "libcufile.so.0", source], check=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestCufile or Standin", __file__]
-    search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH")]))
-    done = subprocess.run(
-        command,
-        env=os.environ | {"LD_LIBRARY_PATH": search},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
+    run_over_standin(
+        __file__,
+        tmp_path,
+        source="standin_cufile.c",
+        library="libcufile.so.0",
+        select="TestCufile or Standin",
+        at_least=30,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    ran = re.search(r"(\d+) passed", done.stdout)
-    assert int(ran[1]) > 30, done.stdout
-    assert "skipped" not in done.stdout, done.stdout
 
 
 @pytest.mark.gpu

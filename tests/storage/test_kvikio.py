@@ -3,11 +3,6 @@
 import ctypes
 import importlib.util
 import os
-import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +13,7 @@ from lightning_ssd.storage.drive_probe import read_back_s
 from lightning_ssd.storage.factory import open_backend
 from lightning_ssd.storage.kvikio import KvikioBackend
 from lightning_ssd.storage.posix import PosixBackend
+from tests.support.standins import COMPILER, run_over_standin
 from tests.support.suite import BackendSuite, Memory
 
 HAS_KVIKIO = importlib.util.find_spec("kvikio") is not None
@@ -113,27 +109,17 @@ def test_without_kvikio_it_names_the_extra():
 
 @needs_kvikio
 @pytest.mark.skipif(has_driver(), reason="a CUDA driver is here: the tests above ran on it")
-@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="needs a C compiler")
+@pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
 def test_with_a_stand_in_driver(tmp_path):
     """Runs the tests above once more, in a process that finds a CUDA driver without devices."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler is not None
-    source = Path(__file__).with_name("standin_cuda.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestKvikio or proves", __file__]
-    search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH")]))
-    done = subprocess.run(
-        command,
-        env=os.environ | {"LD_LIBRARY_PATH": search},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
+    run_over_standin(
+        __file__,
+        tmp_path,
+        source="standin_cuda.c",
+        library="libcuda.so.1",
+        select="TestKvikio or proves",
+        at_least=20,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    ran = re.search(r"(\d+) passed", done.stdout)
-    assert int(ran[1]) > 20, done.stdout
-    assert "skipped" not in done.stdout, done.stdout
 
 
 @pytest.mark.gpu
