@@ -15,7 +15,7 @@ import torch
 from lightning_ssd.activations.kept_tensor import keep
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.common.dtensor import is_shard
-from lightning_ssd.common.inplace_edits import Origin, inplace_error
+from lightning_ssd.common.inplace_edits import inplace_error
 from lightning_ssd.common.tensors import PLAIN_TYPES, StorageKey
 
 __all__ = ["shards_unwrapped"]
@@ -27,7 +27,6 @@ class _SavedShard(NamedTuple):
     packed: Any
     alias: Any
     """Shares the DTensor's version counter, and how it is spread."""
-    origin: Origin | None
 
 
 @contextmanager
@@ -109,7 +108,7 @@ def _may_unwrap(tensor: Any) -> bool:
 def _pack_shard(tensor: Any, pack: Callable[[Any], Any]) -> _SavedShard:
     alias: Any = tensor.detach()
     alias._local_tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return _SavedShard(pack(tensor._local_tensor), alias, Origin.of(tensor))
+    return _SavedShard(pack(tensor._local_tensor), alias)
 
 
 def _unpack_shard(saved: _SavedShard, unpack: Callable[[Any], Any]) -> torch.Tensor:
@@ -121,7 +120,7 @@ def _unpack_shard(saved: _SavedShard, unpack: Callable[[Any], Any]) -> torch.Ten
     alias = saved.alias
     if alias._version != 0:
         description = alias.dtype, alias.device, alias.size()
-        raise inplace_error(description, saved.origin, version=alias._version, expected=0)
+        raise inplace_error(description, version=alias._version, expected=0)
     tensor: Any = alias.detach()
     tensor._local_tensor = unpack(saved.packed)
     rebuilt: torch.Tensor = tensor

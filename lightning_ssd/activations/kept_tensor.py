@@ -1,8 +1,8 @@
 """A tensor that stays in memory: what autograd gets to hold of it, and what it gets back.
 
 This is the hot path of small tensors. What autograd holds is a bare tuple, because a class of its own would cost as
-much as all the rest: the tensor, its version, and what an error would have to say of who made it, or of a leaf a weak
-reference. A large one has its :class:`~lightning_ssd.activations.kept_storage.Share` behind it.
+much as all the rest: the tensor, its version, and of a leaf a weak reference. A large one has its
+:class:`~lightning_ssd.activations.kept_storage.Share` behind it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_ssd.common.inplace_edits import Origin, inplace_error
+from lightning_ssd.common.inplace_edits import inplace_error
 
 __all__ = ["Kept", "edited_error", "give_back", "keep"]
 
@@ -25,12 +25,11 @@ def keep(tensor: torch.Tensor) -> Kept:
     Args:
         tensor: of any kind.
     """
-    node = tensor.grad_fn
-    if node is None:
+    if tensor.grad_fn is None:
         # A leaf may be held itself. Held undetached, the result of an operation would own its own graph: a leak. By the
         # weak reference PyTorch refuses to swap it for another tensor, as it does what autograd holds itself.
         return tensor, tensor._version, weakref.ref(tensor)
-    return tensor.detach(), tensor._version, node.name(), tensor.output_nr
+    return tensor.detach(), tensor._version
 
 
 def give_back(kept: Kept) -> torch.Tensor:
@@ -41,18 +40,15 @@ def give_back(kept: Kept) -> torch.Tensor:
     """
     tensor: torch.Tensor = kept[0]
     if tensor._version != kept[1]:
-        raise edited_error(*kept)
+        raise edited_error(tensor, kept[1])
     return tensor
 
 
-def edited_error(tensor: torch.Tensor, expected: int, *made_by: Any) -> RuntimeError:
+def edited_error(tensor: torch.Tensor, expected: int) -> RuntimeError:
     """Return the error for a tensor that was kept, and edited in place since.
 
     Args:
         tensor: kept.
         expected: its version then.
-        made_by: the rest of what was kept: of a leaf a reference, of others name and output of who made it.
     """
-    origin = Origin(*made_by) if len(made_by) > 1 else None
-    description = tensor.dtype, tensor.device, tensor.size()
-    return inplace_error(description, origin, version=tensor._version, expected=expected)
+    return inplace_error((tensor.dtype, tensor.device, tensor.size()), version=tensor._version, expected=expected)

@@ -12,9 +12,7 @@ lock: one for each group, and one for each look ahead.
 
 from __future__ import annotations
 
-import os
 import time
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +28,7 @@ from lightning_ssd.activations.kept_storage import (
 from lightning_ssd.activations.kept_tensor import edited_error, keep
 from lightning_ssd.activations.saved_storage import SavedStorage, SavedTensor
 from lightning_ssd.activations.storage_state import KEPT, RELOADED, TAKEN_BACK
-from lightning_ssd.common.inplace_edits import empty_of
+from lightning_ssd.common.forks import FORKS
 from lightning_ssd.common.tensors import PLAIN_TYPES
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.scheduling.plan_cursor import PassProgram
@@ -82,7 +80,7 @@ def hooks_of(
     )
     num_expected, left_bytes = len(expected), 0
     clock, current_node, strided, plain = time.perf_counter, torch._C._current_autograd_node, torch.strided, PLAIN_TYPES
-    getpid, pid = os.getpid, os.getpid()
+    forks, num_forks = FORKS, len(FORKS)
     given, given_bytes, budget, protect = fetcher.given, 0, cache.budget, cache.copies.protect
     is_host = not cache.copies.is_asynchronous
     is_inference, is_functorch = torch.is_inference_mode_enabled, torch._C._functorch.is_functorch_wrapped_tensor
@@ -98,10 +96,10 @@ def hooks_of(
             nbytes, is_view = tensor.nbytes, tensor._is_view()
             if nbytes < least and not is_view:
                 counters.num_kept_small += 1
-                node = tensor.grad_fn  # as in keep(), without its call
-                if node is None:
-                    return tensor, tensor._version, weakref.ref(tensor)
-                return tensor.detach(), tensor._version, node.name(), tensor.output_nr
+                if tensor.is_leaf:
+                    return keep(tensor)
+                # As keep() does, but of most there is nothing to note: they are in their first version.
+                return (tensor.detach(), tensor._version) if tensor._version else tensor.detach()
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # it has none
             return pack_slowly(current, tensor)
@@ -130,7 +128,7 @@ def hooks_of(
                 if not is_kept:
                     # What is more than this, or of a fork, which may take no lock, the cache has to look at.
                     if (
-                        getpid() == pid
+                        len(forks) == num_forks
                         and (is_host or not (is_capturing() or holds(storage.data_ptr())))
                         and not (tensor.is_quantized or tensor.is_nested or is_functorch(tensor))
                         and not tensor._is_zerotensor()
@@ -145,7 +143,7 @@ def hooks_of(
             share = record()
         elif type(record) is SavedStorage and record.nbytes == whole and current.follows and tensor.requires_grad:
             # Over the same bytes there may be a nested tensor, which tells no size.
-            may_be_again = (nbytes == whole or is_view) and not tensor.is_nested and getpid() == pid
+            may_be_again = (nbytes == whole or is_view) and not tensor.is_nested and len(forks) == num_forks
             may_be_again = may_be_again and (is_host or not is_capturing())
             again = pack_again(record, tensor) if may_be_again else None
             if again is not None:
@@ -160,26 +158,28 @@ def hooks_of(
             if len(sizes) > index and not (index < num_expected and expected[index] == sizes[index]):
                 num_expected = 0
             return packed
-        node = tensor.grad_fn
-        if node is None:
-            kept: Any = tensor, tensor._version, weakref.ref(tensor), share
-        else:
-            kept = tensor.detach(), tensor._version, node.name(), tensor.output_nr, share
         if is_cpu:  # the work that a device has queued hides so short a time
             counters.hook_s += clock() - begin_s
-        return kept
+        return (*keep(tensor), share) if tensor.grad_fn is None else (tensor.detach(), tensor._version, share)
 
     def unpack(packed: Any) -> torch.Tensor:
         nonlocal given_bytes
-        if type(packed) is not tuple:
-            if type(packed) is not SavedTensor:
-                return unpack_slowly(packed)
-            lease, probe, dtype, size, stride, offset, is_conj, is_neg, node_name, _ = packed
+        kind = type(packed)
+        if kind is not tuple:
+            if kind is not SavedTensor:
+                if not isinstance(packed, torch.Tensor):
+                    return unpack_slowly(packed)
+                if packed._version:
+                    raise edited_error(packed, 0)
+                if held or isinstance(current_node(), BackwardCFunction):
+                    return handed_out.give(packed, None)
+                return packed
+            lease, probe, _, size, stride, offset, is_conj, is_neg, is_leaf = packed
             begin_s, alias, moved, memory, cursor = clock(), probe.alias, lease.record, lease.storage, current.cursor
-            state, mark, is_fork = moved.state, moved.mark, getpid() != pid
+            state, mark = moved.state, moved.mark
             if (
                 memory is None
-                or is_fork  # and may take no lock
+                or len(forks) != num_forks  # a fork may take no lock
                 or not (state is RELOADED or state is TAKEN_BACK or state is KEPT)
                 or alias._version != probe.saved
                 or memory.nbytes() < moved.nbytes
@@ -198,11 +198,11 @@ def hooks_of(
                 wanted[index] = begin_s
                 order.append(index)
             rebuilt: torch.Tensor = alias.detach()
-            rebuilt.data = empty_of(dtype, device).detach().set_(memory, offset, size, stride)
+            rebuilt.data = alias.data.set_(memory, offset, size, stride)
             if not is_host:
                 protect(rebuilt)
-            if node_name is None or held or isinstance(current_node(), BackwardCFunction):
-                rebuilt = handed_out.give(rebuilt, moved if node_name is None else None)
+            if is_leaf or held or isinstance(current_node(), BackwardCFunction):
+                rebuilt = handed_out.give(rebuilt, moved if is_leaf else None)
             given.append(moved)
             given_bytes += moved.nbytes
             if len(given) >= MAX_GIVEN or MIN_LOOKS * given_bytes >= budget.nbytes:
@@ -214,14 +214,14 @@ def hooks_of(
         if type(share) is not Share:
             small: torch.Tensor = packed[0]
             if small._version != packed[1]:
-                raise edited_error(*packed)
-            if len(packed) > _LEN_OF_LEAF and (held or isinstance(current_node(), BackwardCFunction)):
+                raise edited_error(small, packed[1])
+            if len(packed) < _LEN_OF_LEAF and (held or isinstance(current_node(), BackwardCFunction)):
                 return handed_out.give(small, None)
             return small
         tensor: torch.Tensor = packed[0]
         record = share.record
         if tensor._version != packed[1]:
-            raise edited_error(*packed[:-1])
+            raise edited_error(tensor, packed[1])
         if tensor.untyped_storage().nbytes() < record.nbytes:
             check_not_resized(tensor, record.nbytes)
         if not order or record.home is not current:
@@ -231,7 +231,7 @@ def hooks_of(
             wanted[record.index] = clock()
             order.append(record.index)
         if held or isinstance(current_node(), BackwardCFunction):
-            return handed_out.give(tensor, None if len(packed) > _LEN_OF_LEAF + 1 else record)
+            return handed_out.give(tensor, record if len(packed) > _LEN_OF_LEAF else None)
         return tensor
 
     return pack, unpack

@@ -46,7 +46,7 @@ from lightning_ssd.activations.storage_state import (
     WRITING,
     State,
 )
-from lightning_ssd.common.inplace_edits import Origin, Probe, probed
+from lightning_ssd.common.inplace_edits import Probe, probed
 from lightning_ssd.common.tensors import StorageKey, TensorSpec, is_released, new_tuple
 from lightning_ssd.errors import OffloaderClosedError
 from lightning_ssd.tiers.base import NoMemoryToReadError, ReadEnd, ReadRequest, StoredBytes, WriteEnd, WriteRequest
@@ -76,10 +76,10 @@ class SavedStorage(Watched, Probe):
     home: SavedPass | None  # the pass that saw it first
     identity: StorageKey
     """Key of the storage that was saved. Held as long as the cache finds this record by its number: ``key`` changes
-    with each reload, and without this one the number would be recycled and name another storage."""
+    when reloaded memory is dropped, and without this one the number would be recycled and name another storage."""
     index: int
     is_on_host: bool  # whether it goes to host memory, and so to no drive
-    key: StorageKey
+    key: StorageKey  # of the memory that was let go last
     mark: StreamEvent | None
     """The memory that was read last is there once this has passed. The mark stays when the memory is dropped, which may
     be found alive (a tier holds it until its copy has passed) and handed out."""
@@ -237,7 +237,10 @@ class SavedStorage(Watched, Probe):
     def drop_copy(self) -> None:
         """RELOADED -> LEAVING: the tier still has the bytes."""
         lease = self()
-        if self.state is RELOADED and lease is not None and lease.storage is not None:
+        storage = None if lease is None else lease.storage
+        if self.state is RELOADED and lease is not None and storage is not None:
+            if self.key.cdata != storage._cdata:  # that was read, and not yet dropped before
+                self.key = StorageKey(storage)
             self._leave(lease)
 
     def _leave(self, lease: Lease) -> None:
@@ -371,7 +374,7 @@ class SavedStorage(Watched, Probe):
                 elif stored is not None and storage is not None:  # else it was freed, after an interrupt
                     accounting.counters.bytes_read += 0 if record.is_on_host else stored.body_nbytes
                     if record.state is READING:
-                        record.mark, record.key = mark, StorageKey(storage)
+                        record.mark = mark
                         if lease is not None:
                             lease.storage = storage
                         record.state = RELOADED
@@ -499,14 +502,12 @@ class SavedTensor(NamedTuple):
     offset: int
     is_conj: bool
     is_neg: bool
-    node_name: str | None
-    """Name of the operation that made it; ``None``: none has."""
-    output_nr: int
+    is_leaf: bool
+    """Whether no operation made it."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, lease: Lease, probe: Probe) -> SavedTensor:
         """Describe a tensor over the storage of a lease."""
-        node = tensor.grad_fn
         made: SavedTensor = new_tuple(
             cls,
             (
@@ -518,8 +519,7 @@ class SavedTensor(NamedTuple):
                 tensor.storage_offset(),
                 tensor.is_conj(),
                 tensor.is_neg(),
-                None if node is None else node.name(),
-                tensor.output_nr,
+                tensor.is_leaf,
             ),
         )
         return made
@@ -528,8 +528,3 @@ class SavedTensor(NamedTuple):
     def spec(self) -> TensorSpec:
         """How it is rebuilt over its storage."""
         return TensorSpec(self.dtype, self.size, self.stride, self.offset, self.is_conj, self.is_neg)
-
-    @property
-    def origin(self) -> Origin | None:
-        """The operation that made it."""
-        return None if self.node_name is None else Origin(self.node_name, self.output_nr)

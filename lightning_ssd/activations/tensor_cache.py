@@ -42,6 +42,7 @@ from lightning_ssd.activations.saved_storage import (
 )
 from lightning_ssd.activations.storage_state import KEPT, QUEUED
 from lightning_ssd.activations.write_group import WriteGroup
+from lightning_ssd.common.forks import FORKS
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.inplace_edits import (
     VersionProbe,
@@ -150,7 +151,7 @@ class TensorCache:
         self.has_pager = weights is not None
         self._warned_of_writes = self._warned_of_graphs = False
         self._num_plain = 0
-        self._pid = os.getpid()
+        self._pid, self._num_forks = os.getpid(), len(FORKS)
         self._threads: dict[int, threading.Thread] = {}  # those that have begun a pass, by their numbers
         # All of the following are guarded by the accounting lock.
         self._group = WriteGroup()
@@ -481,7 +482,7 @@ class TensorCache:
     @property
     def is_foreign(self) -> bool:
         """Whether this is a fork of the process that opened us."""
-        return os.getpid() != self._pid
+        return len(FORKS) != self._num_forks
 
     def close(self) -> BaseException | None:
         """No more passes. Returns the last read that failed for good, to be raised once more."""
@@ -796,17 +797,16 @@ class TensorCache:
                 self._weights.wanted(packed.unit)
             return give_back(packed.held) if isinstance(packed.held, tuple) else packed.held.tensor()
         self.check_process()
-        lease, probe, origin = packed.lease, packed.probe, packed.origin
+        lease, probe = packed.lease, packed.probe
         if (version := probe.version) != probe.saved:
-            description = packed.dtype, self.device, packed.size
-            raise inplace_error(description, origin, version=version, expected=probe.saved)
+            raise inplace_error((packed.dtype, self.device, packed.size), version=version, expected=probe.saved)
         begin_s, waited_s = time.perf_counter(), self._stalls.waited_s
         storage = self.fetcher.fetch(lease.record)
         if storage.nbytes() < lease.record.nbytes:
             raise resized_error(lease.record.nbytes, storage.nbytes())
         tensor: torch.Tensor = probe.rebuild(packed.spec, storage)
         self.copies.protect(tensor)
-        tensor = self.handed_out.give(tensor, lease.record if origin is None else None)
+        tensor = self.handed_out.give(tensor, lease.record if packed.is_leaf else None)
         self.fetcher.look_ahead(lease.record)  # last: workers that are told of reads want the GIL
         self._count_hook(begin_s, waited_s, None)
         return tensor

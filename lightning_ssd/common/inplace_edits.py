@@ -7,13 +7,12 @@ hooks are installed. This package installs hooks, so that it has to compare the 
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
 
 import torch
 
 from lightning_ssd.common.tensors import TensorSpec
 
-__all__ = ["Origin", "Probe", "VersionProbe", "empty_of", "inplace_error", "owner_of", "probed", "resized_error"]
+__all__ = ["Probe", "VersionProbe", "inplace_error", "owner_of", "probed", "resized_error"]
 
 
 class Probe:
@@ -82,15 +81,15 @@ def probed(tensor: torch.Tensor) -> tuple[torch.Tensor, weakref.ref[torch.Tensor
         tensor: to be watched.
     """
     base, kind = tensor._base, (tensor.dtype, tensor.device)
-    empty, alias = _empty.get(kind), tensor.detach()  # as in empty_of(), without its call
-    alias.data = empty_of(*kind) if empty is None else empty
+    empty, alias = _empty.get(kind), tensor.detach()
+    alias.data = _empty_of(*kind) if empty is None else empty
     return alias, weakref.ref(tensor if base is None else base), tensor._version
 
 
 _empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
-def empty_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _empty_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor without elements, made once: that takes longer than all else that a probe needs.
 
     Args:
@@ -111,37 +110,25 @@ def owner_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if base is None else base
 
 
-class Origin(NamedTuple):
-    """The name of the operation that made a tensor, for an error. Holds neither the tensor nor its graph."""
-
-    node_name: str
-    output_nr: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Origin | None:
-        """Return the origin of ``tensor``; ``None`` if no operation made it."""
-        node = tensor.grad_fn
-        return None if node is None else cls(node.name(), tensor.output_nr)
-
-
 def inplace_error(
-    description: tuple[torch.dtype, torch.device, torch.Size], origin: Origin | None, *, version: int, expected: int
+    description: tuple[torch.dtype, torch.device, torch.Size], *, version: int, expected: int
 ) -> RuntimeError:
     """Return an error of the type and the meaning that plain PyTorch raises for the same program.
 
+    It names the operation that has saved the tensor and computes its gradient just now. PyTorch names the one that made
+    the tensor's present value, which would have to be noted with each tensor.
+
     Args:
         description: dtype, device and size of the saved tensor.
-        origin: the operation that made it, as it was saved. PyTorch names the one that made its present value.
         version: its version now.
         expected: its version when it was saved.
     """
     dtype, device, size = description
-    made_by = (
-        "" if origin is None else f", which was output {origin.output_nr} of {origin.node_name} when it was saved,"
-    )
+    node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
+    saved_by = "" if node is None else f", which {node.name()} needs,"
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{dtype} {list(size)} on {device}]{made_by} is at version {version}; expected version {expected} instead. "
+        f"[{dtype} {list(size)} on {device}]{saved_by} is at version {version}; expected version {expected} instead. "
         "Edit a clone() of it, or edit it after backward(); torch.autograd.set_detect_anomaly(True) shows which "
         "operation has failed to compute its gradient"
     )

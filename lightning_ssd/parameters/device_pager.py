@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lightning_ssd.common.accelerators import accelerator_of, is_capturing
-from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
+from lightning_ssd.common.inplace_edits import VersionProbe, inplace_error
 from lightning_ssd.common.tensors import TensorSpec, storage_of
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
@@ -483,7 +483,7 @@ class SavedDeviceWeight:
     """
 
     __slots__ = (
-        *("_device", "_origin", "_pager", "_parameters", "_probe", "_references", "_saved", "_spec", "_unit"),
+        *("_device", "_pager", "_parameters", "_probe", "_references", "_saved", "_spec", "_unit"),
         "_weight",
     )
 
@@ -497,12 +497,11 @@ class SavedDeviceWeight:
         self._device = tensor.device
         self._spec = TensorSpec.of(tensor)
         self._probe = VersionProbe(tensor)
-        self._origin = Origin.of(tensor)
 
     def tensor(self) -> torch.Tensor:
         if self._probe.version != self._probe.saved:
             description = self._spec.dtype, self._device, self._spec.size
-            raise inplace_error(description, self._origin, version=self._probe.version, expected=self._probe.saved)
+            raise inplace_error(description, version=self._probe.version, expected=self._probe.saved)
         if self._saved is not None and storage_of(self._saved)._cdata != self._weight.memory.key.cdata:
             return self._saved.detach()  # by ``.data``: a graph that holds a parameter itself sees what it has now
         self._pager._hold(self._unit, self._weight)

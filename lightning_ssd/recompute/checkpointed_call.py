@@ -35,7 +35,7 @@ from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, che
 
 from lightning_ssd.common.accelerators import is_capturing
 from lightning_ssd.common.collectives import MeetingCount
-from lightning_ssd.common.inplace_edits import Origin, VersionProbe, inplace_error
+from lightning_ssd.common.inplace_edits import VersionProbe, inplace_error
 from lightning_ssd.common.rng import RandomStates, default_sources
 from lightning_ssd.common.tensors import TensorSpec, class_of
 from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
@@ -390,19 +390,18 @@ class _Saved:
     and a backward that asks twice for ``ctx.saved_tensors`` would raise where PyTorch gives them.
     """
 
-    __slots__ = ("_description", "_given", "_origin", "_packed", "_probe")
+    __slots__ = ("_description", "_given", "_packed", "_probe")
 
     def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
         self._packed = packed
         self._probe = VersionProbe(tensor) if is_plain(tensor) and not tensor._is_zerotensor() else None
         self._description = tensor.dtype, tensor.device, tensor.shape
-        self._origin = None if self._probe is None else Origin.of(tensor)
         self._given: torch.Tensor | None = None
 
     def unpack(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         probe = self._probe
         if probe is not None and probe.version != probe.saved:
-            raise inplace_error(self._description, self._origin, version=probe.version, expected=probe.saved)
+            raise inplace_error(self._description, version=probe.version, expected=probe.saved)
         try:
             tensor = unpack(self._packed)
         except CheckpointError:

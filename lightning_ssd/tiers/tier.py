@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from lightning_ssd.common.forks import FORKS
 from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.tensors import new_tuple
 from lightning_ssd.storage.extents import Extent
@@ -73,7 +73,7 @@ class Tier:
         self.num_retries = 0
         # Guards what is freed while it is read. Taken before an arena's lock, and under the locks of layers above.
         self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._num_forks = len(FORKS)
         lanes: dict[str, Any] = {"tier": self.name, "num_lanes": len(arenas)}
         with ExitStack() as undo:  # no memory for a thread, or an interrupt from the keyboard
             self._writes = TransferQueue("write", num_workers, events, yields_to=gate, **lanes)
@@ -181,11 +181,12 @@ class Tier:
 
     def free_all(self, places: Sequence[StoredBytes]) -> None:
         """Give places back, but for those that were freed before: see :meth:`free`."""
-        if os.getpid() != self._pid:
+        if len(FORKS) != self._num_forks:
             return  # another thread may have held the lock at the fork
         free = list[Part]()
         for stored in places:
-            self._check_mine(stored)
+            if stored.tier is not self:
+                self._check_mine(stored)
         with deferring_interrupts(), self._lock:
             for stored in places:
                 if not stored.is_freed:

@@ -113,7 +113,7 @@ class Raised:
 
 _EDITED = re.compile(
     r"modified by an inplace operation: \[\S+ (?P<size>\[.*?\]).*?\]"
-    r"(, which (is|was) output (?P<output>\d+) of (?P<maker>[\w:]+?)(Backward\d*)?( when it was saved)?,)? "
+    r"(, which is output \d+ of [\w:]+,|, which (?P<needed_by>\S+) needs,)? "
     r"is at version (?P<version>\d+); expected version (?P<expected>\d+) instead"
 )
 """In PyTorch's error and in ours about an edit of a saved tensor."""
@@ -131,10 +131,10 @@ IS_ONE_OF_SEVERAL = "is a view and its base or another view of its base has been
 """In PyTorch's error about a saved tensor that is one of several views which one operation gave."""
 
 
-def maker_of(text):
-    """Return the output and the operation that such an error names."""
+def needed_by(text):
+    """Return the operation that our error names; ``None``: it names none, or is PyTorch's."""
     found = _EDITED.search(text)
-    return None if found is None or found["maker"] is None else (found["output"], found["maker"])
+    return None if found is None else found["needed_by"]
 
 
 @contextmanager
