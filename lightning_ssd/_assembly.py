@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from lightning_ssd._environment import Environment
-from lightning_ssd.activations.tensor_cache import Tiers
+from lightning_ssd.activations.hooks import Tiers
 from lightning_ssd.common.accelerators import device_types, locks_host_memory, what_is_missing
 from lightning_ssd.common.formatting import escape_control
 from lightning_ssd.common.interrupts import deferring_interrupts

@@ -221,7 +221,7 @@ class Offloader:
         resources, cache = self._resources, self._cache
         if resources is None or cache is None:
             return
-        if cache.is_foreign:  # a fork: files and threads are the parent's
+        if not cache.process.is_here:  # a fork: files and threads are the parent's
             self._resources = self._cache = None
             self._parts = NOTHING
             self._finalizer.detach()
@@ -481,13 +481,13 @@ class Offloader:
     def _opened(self) -> TensorCache:
         if self._cache is None:
             raise OffloaderClosedError("this Offloader is not open (any more); use its with block, or call open()")
-        self._cache.check_process()
+        self._cache.process.check()
         return self._cache
 
     @property
     def _is_foreign(self) -> bool:
         """Whether this process was forked. Its copies of locks may be held for ever, so that it must not take one."""
-        return self._cache is not None and self._cache.is_foreign
+        return self._cache is not None and not self._cache.process.is_here
 
     # -- numbers -------------------------------------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ from lightning_ssd.scheduling.plan_cursor import PassProgram
 from lightning_ssd.tiers.streams import PASSED
 
 if TYPE_CHECKING:
+    from lightning_ssd.activations.hooks import SavedTensorHooks
     from lightning_ssd.activations.saved_pass import SavedPass
-    from lightning_ssd.activations.tensor_cache import TensorCache
 
 __all__ = ["DATA_PARTS", "MIN_DATA_BYTES", "hooks_of"]
 
@@ -55,34 +55,34 @@ _LEN_OF_LEAF = 3
 
 
 def hooks_of(
-    cache: TensorCache, current: SavedPass, program: PassProgram, *, limit_bytes: int | None
+    hooks: SavedTensorHooks, current: SavedPass, program: PassProgram, *, limit_bytes: int | None
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
     """Return what packs and what unpacks the saved tensors of a pass.
 
     Args:
-        cache: gets what the program does not keep.
+        hooks: get what the program does not keep.
         current: the pass.
         program: what stays.
         limit_bytes: of saved activations in memory, above which the cache decides; ``None``: no limit.
     """
     # Names of this function: an attribute of an object takes as long to find as a storage takes to be kept.
-    pack_slowly, unpack_slowly, check_process = cache.pack, cache.unpack, cache.check_process
-    accounting, fetcher, handed_out, parameters = cache.accounting, cache.fetcher, cache.handed_out, cache.parameters
-    counters, parameter_keys, has_pager, held = accounting.counters, parameters.keys, cache.has_pager, handed_out.held
-    least, device, is_cpu = cache.min_nbytes, cache.device, cache.device.type == "cpu"
+    pack_slowly, unpack_slowly, check_process = hooks.pack, hooks.unpack, hooks.process.check
+    accounting, fetcher, handed_out, parameters = hooks.accounting, hooks.fetcher, hooks.handed_out, hooks.parameters
+    counters, parameter_keys, has_pager, held = accounting.counters, parameters.keys, hooks.has_pager, handed_out.held
+    least, device, is_cpu = hooks.min_nbytes, hooks.device, hooks.device.type == "cpu"
     sizes, order, wanted, by_storage = current.sizes, current.order, current.wanted_s, accounting.by_storage
     expected, stays, drives, keeps_all = program
     pack_moved, pack_again, is_capturing, holds = (
-        cache.pack_moved,
-        cache.pack_again,
-        cache.is_capturing,
-        cache.graph_memory.holds,
+        hooks.pack_moved,
+        hooks.pack_again,
+        hooks.is_capturing,
+        hooks.graph_memory.holds,
     )
     num_expected, left_bytes = len(expected), 0
     clock, current_node, strided, plain = time.perf_counter, torch._C._current_autograd_node, torch.strided, PLAIN_TYPES
     forks, num_forks = FORKS, len(FORKS)
-    given, given_bytes, budget, protect = fetcher.given, 0, cache.budget, cache.copies.protect
-    is_host = not cache.copies.is_asynchronous
+    given, given_bytes, budget, protect = fetcher.given, 0, hooks.budget, hooks.copies.protect
+    is_host = not hooks.copies.is_asynchronous
     is_inference, is_functorch = torch.is_inference_mode_enabled, torch._C._functorch.is_functorch_wrapped_tensor
     HOST, SSD = Placement.HOST, Placement.SSD
 

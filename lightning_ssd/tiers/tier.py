@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_ssd.common.forks import FORKS
+from lightning_ssd.common.forks import OwnProcess
 from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.tensors import new_tuple
 from lightning_ssd.storage.extents import Extent
@@ -73,7 +73,7 @@ class Tier:
         self.num_retries = 0
         # Guards what is freed while it is read. Taken before an arena's lock, and under the locks of layers above.
         self._lock = threading.Lock()
-        self._num_forks = len(FORKS)
+        self._process = OwnProcess()
         lanes: dict[str, Any] = {"tier": self.name, "num_lanes": len(arenas)}
         with ExitStack() as undo:  # no memory for a thread, or an interrupt from the keyboard
             self._writes = TransferQueue("write", num_workers, events, yields_to=gate, **lanes)
@@ -181,7 +181,7 @@ class Tier:
 
     def free_all(self, places: Sequence[StoredBytes]) -> None:
         """Give places back, but for those that were freed before: see :meth:`free`."""
-        if len(FORKS) != self._num_forks:
+        if not self._process.is_here:
             return  # another thread may have held the lock at the fork
         free = list[Part]()
         for stored in places:

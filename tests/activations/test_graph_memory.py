@@ -81,7 +81,7 @@ def test_it_is_kept_and_counted(tmp_path, monkeypatch):
         with offloader.saved_tensors():
             y = x * 1
             mine = y.untyped_storage().data_ptr()
-            monkeypatch.setattr(offloader._opened().graph_memory, "holds", lambda address: address == mine)
+            monkeypatch.setattr(offloader._opened().hooks.graph_memory, "holds", lambda address: address == mine)
             loss = y.sin().exp().sum()
         stats = offloader.stats
         assert stats.num_kept_foreign == 1
@@ -126,7 +126,7 @@ def test_passes_of_graphs_run_as_without_us(signature, setup, tmp_path, monkeypa
     plain, mine = (torch.nn.Linear(64, 64) for _ in range(2))
     mine.load_state_dict(plain.state_dict())
     with open_offloader(tmp_path, setup) as offloader:
-        monkeypatch.setattr(offloader._opened().graph_memory, "_device", CUDA)
+        monkeypatch.setattr(offloader._opened().hooks.graph_memory, "_device", CUDA)
         said = []
         for step in range(5):
             x = torch.rand(32, 64, generator=torch.Generator().manual_seed(step))

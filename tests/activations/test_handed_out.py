@@ -99,7 +99,7 @@ def test_nothing_is_held_when_the_backward_is_over(offloader, retain_graph, fail
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         loss.backward(retain_graph=retain_graph)
     x.grad = None
-    assert all(held() is None or not held().given for held in offloader._opened().handed_out.held.values())
+    assert all(held() is None or not held().given for held in offloader._opened().hooks.handed_out.held.values())
     del loss, before
     assert not key.alive()
 

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_ssd.activations.hooks import SavedWeight
 from lightning_ssd.activations.kept_storage import KeptStorage, Share
-from lightning_ssd.activations.tensor_cache import SavedWeight, TensorCache
+from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.scheduling.plan_cursor import NOTHING_KNOWN, PassProgram
 from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.helpers import EAGER, KEEP, PLANNED, open_offloader, raw_bytes
@@ -255,8 +256,8 @@ def test_what_moves_is_replayed_whatever_shows_it(name, tmp_path, monkeypatch):
             offloader.end_backward()
             assert all(map(same_bits, expected, found))
             program = PassProgram(sizes_of(offloader), bytes(len(sizes_of(offloader))))
-        assert "TensorCache.pack_moved" in calls
-        assert "TensorCache.pack" not in calls
+        assert "SavedTensorHooks.pack_moved" in calls
+        assert "SavedTensorHooks.pack" not in calls
         stats = offloader.stats
         assert (stats.num_saved, stats.bytes_kept) == (2 * before.num_saved, before.bytes_kept)
 
@@ -394,14 +395,14 @@ def test_a_frozen_weight_that_waits_is_not_kept_by_the_graph(tmp_path):
     with offloader_in(tmp_path, activations="keep", parameters="offload", min_tensor_bytes=1) as offloader:
         offloader.register_module(model)
         packed = []
-        cache = offloader._cache
-        pack = cache.pack
+        hooks = offloader._cache.hooks
+        pack = hooks.pack
 
         def note(current, tensor, moves=False):
             packed.append(pack(current, tensor, moves))
             return packed[-1]
 
-        cache.pack = note
+        hooks.pack = note
         with offloader.saved_tensors():
             y = torch.nn.functional.linear(torch.rand(4, SIDE).requires_grad_() * 1, model.weight.detach())
         assert any(isinstance(one, SavedWeight) for one in packed)

@@ -6,7 +6,8 @@ from contextlib import closing
 import pytest
 import torch
 
-from lightning_ssd.activations import tensor_cache as module_under_test
+from lightning_ssd.activations import tensor_cache
+from lightning_ssd.activations.hooks import SavedTensorHooks
 from lightning_ssd.optimizer.store.buffers import BufferPool
 from lightning_ssd.planning.placement import Placement
 from tests.support.late import SeveralStreams
@@ -53,13 +54,13 @@ class Copied(torch.autograd.Function):
 
 def test_what_goes_later_waits_for_the_stream_that_made_it(spill_dir, streams, monkeypatch):
     """Kept by a plan, then evicted from another stream, which has not waited for the first one yet."""
-    place, seen = module_under_test.TensorCache._place, []
+    place, seen = SavedTensorHooks._place, []
 
     def keep_two(self, current, nbytes):
         seen.append(nbytes)
         return (Placement.KEEP, "plan") if len(seen) <= 2 else place(self, current, nbytes)
 
-    monkeypatch.setattr(module_under_test.TensorCache, "_place", keep_two)
+    monkeypatch.setattr(SavedTensorHooks, "_place", keep_two)
     x = torch.ones(NUM_ELEMENTS, requires_grad=True)
     with offloader(spill_dir, streams, activations="auto", activation_budget=5 * NBYTES // 2) as opened:
         with opened.saved_tensors():
@@ -91,7 +92,7 @@ def test_a_graph_that_is_captured_asks_no_device(spill_dir, streams, monkeypatch
     def ask(*_):
         raise AssertionError("the device was asked")
 
-    monkeypatch.setattr(module_under_test, "available_bytes", ask)
+    monkeypatch.setattr(tensor_cache, "available_bytes", ask)
     with offloader(spill_dir, streams) as opened:
         monkeypatch.setattr(type(opened._opened()._clock), "has_passed", staticmethod(ask))
         streams.is_recording = True

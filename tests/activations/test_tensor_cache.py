@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd.activations import replay, tensor_cache
+from lightning_ssd.activations import hooks, replay
 from lightning_ssd.activations.kept_storage import KeptStorage, Share
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.pools import ReloadPool
@@ -317,7 +317,7 @@ def test_a_worker_without_memory_leaves_it_to_who_waits(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("rows", "moves"), [(SIDE // 8, False), (SIDE // 2, True)])
 def test_a_slice_of_the_data_does_not_take_all_of_it_to_the_drive(tmp_path, rows, moves, monkeypatch):
     """A batch that is a view of a data set in memory: saving it by its storage would write the data set each step."""
-    for module in (tensor_cache, replay):
+    for module in (hooks, replay):
         monkeypatch.setattr(module, "MIN_DATA_BYTES", NBYTES)
     data, weight = torch.rand(SIDE, SIDE), leaf(1)
     with open_offloader(tmp_path) as offloader:

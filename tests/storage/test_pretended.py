@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ssd.activations.hooks import SavedTensorHooks
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.activations.storage_state import AWAY, State
-from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.pools import SlabPool, StagingPool
@@ -465,7 +465,7 @@ def no_wait(patch, device):
 GUARDS = {
     "copy-out waits for the producer": (
         "activations",
-        lambda patch, device: patch.setattr(TensorCache, "_mark", always(device.mark())),
+        lambda patch, device: patch.setattr(SavedTensorHooks, "_mark", always(device.mark())),
         "out uses memory before main has written it",
     ),
     "write of states waits for the update": (
