@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -13,7 +13,7 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.memory.pools import SlabPool, StagingPool
 from lightning_ssd.storage.spill_file import Arena
 
-__all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_WORKERS", "Backend", "Verb", "WrappedBackend", "open_staging"]
+__all__ = ["DEFAULT_CHUNK_BYTES", "DEFAULT_WORKERS", "Backend", "Verb", "open_staging"]
 
 Verb = Literal["write", "read"]
 
@@ -74,34 +74,6 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free buffers and restore library-wide settings. Idempotent."""
-
-
-class WrappedBackend:
-    """Passes everything on; for those who change one thing about another backend.
-
-    Args:
-        inner: the other one. Closing this closes it.
-    """
-
-    def __init__(self, inner: Backend) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # a copy that is being made has none yet
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def open_arena(self, directory: Path) -> Arena:
-        return self.inner.open_arena(directory)
-
-    def write(self, arena: Arena, region: Region, offset: int) -> None:
-        self.inner.write(arena, region, offset)
-
-    def read(self, arena: Arena, region: Region, offset: int) -> None:
-        self.inner.read(arena, region, offset)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def open_staging(

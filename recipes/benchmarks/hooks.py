@@ -34,10 +34,10 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
 from lightning_ssd.planning.trace import Trace, TracedStorage
 from lightning_ssd.scheduling.planner_process import make_plan_apart
-from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.spill_file import Arena
 from recipes.benchmarks.harness.gpt import GPT
 from recipes.benchmarks.step import environment, spill_directory
+from recipes.wrapped_backend import WrappedBackend
 
 __all__ = ["main", "measure", "table"]
 

@@ -21,10 +21,10 @@ from lightning_ssd.parameters.files.update_pages import UpdatePages
 from lightning_ssd.parameters.files.weight_files import WeightFiles
 from lightning_ssd.parameters.mapped_pager import MappedPager
 from lightning_ssd.parameters.pager import Weight
-from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
+from recipes.wrapped_backend import WrappedBackend
 from tests.parameters.test_changing_files import evict
 from tests.support.offloaders import offloaders
 from tests.support.patience import PATIENCE_S

@@ -6,7 +6,7 @@ import threading
 import time
 
 from lightning_ssd.errors import OutOfSpaceError, ShortTransferError, StorageError
-from lightning_ssd.storage.backend import WrappedBackend
+from recipes.wrapped_backend import WrappedBackend
 
 
 class FaultyBackend(WrappedBackend):

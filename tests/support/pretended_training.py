@@ -16,10 +16,10 @@ from lightning_ssd.offloader import Offloader
 from lightning_ssd.optimizer.store.buffers import BufferPool
 from lightning_ssd.optimizer.store.store import StateStore
 from lightning_ssd.parameters.device_memory import DeviceMemory
-from lightning_ssd.storage.backend import WrappedBackend
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.tiers import copy_paths
 from lightning_ssd.tiers.host_arena import HostArena
+from recipes.wrapped_backend import WrappedBackend
 from tests.support.pretended import Clock, PretendedDevice, poison
 
 

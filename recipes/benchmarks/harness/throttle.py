@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from lightning_ssd.common.tensors import Region
 from lightning_ssd.common.validation import parse_size
-from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend, WrappedBackend
+from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.spill_file import Arena
+from recipes.wrapped_backend import WrappedBackend
 
 __all__ = ["BucketBackend", "TokenBucket", "parse_rate"]
 
