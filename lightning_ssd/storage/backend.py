@@ -41,10 +41,7 @@ class Backend(Protocol):
 
     @property
     def memory_alignment(self) -> int:
-        """Addresses that are multiples of this are moved without a copy.
-
-        Ask anew for each storage: it may rise when a drive turns out to want more than it said.
-        """
+        """Addresses that are multiples of this are moved without a copy. Fixed."""
 
     @property
     def block_bytes(self) -> int:

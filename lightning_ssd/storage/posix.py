@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,8 +20,6 @@ from lightning_ssd.storage.filesystem import DirectAlignment, direct_alignment
 from lightning_ssd.storage.spill_file import Arena
 
 __all__ = ["PosixBackend"]
-
-_log = logging.getLogger(__name__)
 
 _MAX_IDLE_CALLS = 3
 _SYNC_RANGE_FULLY = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE | WRITE | WAIT_AFTER of linux/fs.h
@@ -48,8 +44,6 @@ class PosixBackend:
 
     def __init__(self, directories: Sequence[str | os.PathLike[str]], *, direct: bool = True) -> None:
         self._staging = StagingPool()  # for addresses that direct I/O cannot take
-        # Guards the alignment, which workers may have to correct. A leaf lock: held for one comparison.
-        self._lock = threading.Lock()
         self.memory_alignment = 1
         self.block_bytes = PAGE_BYTES
         self._direct = direct
@@ -125,19 +119,6 @@ class PosixBackend:
                 os.ftruncate(fd, 0)
             return ctypes.string_at(read.address, block) == pattern
 
-    def _learn(self, address: int) -> bool:
-        """After EINVAL: whether the address can be the reason. If so, never use one so badly aligned again."""
-        has = address & -address
-        if has >= PAGE_BYTES:
-            return False
-        with self._lock:
-            is_news = self.memory_alignment <= has
-            if is_news:
-                self.memory_alignment = 2 * has
-        if is_news:
-            _log.warning("the drive refuses memory aligned to %d bytes; using %d from now on", has, 2 * has)
-        return True
-
     # -- moving ------------------------------------------------------------------------------------------------
 
     def _move(self, verb: Verb, arena: Arena, region: Region, offset: int) -> None:
@@ -155,7 +136,10 @@ class PosixBackend:
             )
         with arena.use(writes=region.nbytes if verb == "write" else 0) as fd:
             try:
-                self._move_aligned(verb, fd, arena, region, offset)
+                if not arena.direct or region.address % self.memory_alignment == 0:
+                    _transfer(verb, fd, region, offset, self.block_bytes)
+                else:
+                    self._move_staged(verb, fd, region, offset)
                 if not arena.direct:
                     self._leave_cache(fd, arena, region.nbytes, offset, wrote=verb == "write")
             except OSError as error:
@@ -167,16 +151,6 @@ class PosixBackend:
                 if isinstance(error, ShortTransferError):
                     raise ShortTransferError(error.errno, f"{what}: {error.strerror}") from error
                 raise as_storage_error(error, what) from error
-
-    def _move_aligned(self, verb: Verb, fd: int, arena: Arena, region: Region, offset: int) -> None:
-        if not arena.direct or region.address % self.memory_alignment == 0:
-            try:
-                _transfer(verb, fd, region, offset, self.block_bytes)
-                return
-            except OSError as error:
-                if error.errno != errno.EINVAL or not arena.direct or not self._learn(region.address):
-                    raise
-        self._move_staged(verb, fd, region, offset)
 
     def _move_staged(self, verb: Verb, fd: int, region: Region, offset: int) -> None:
         step = DEFAULT_CHUNK_BYTES

@@ -144,10 +144,7 @@ class HostMover(Mover):
         super().__init__(HostCopies())
         self._backend = backend
         self._reload = reload
-
-    @property
-    def _alignment(self) -> int:
-        return max(self._backend.memory_alignment, VECTOR_BYTES)  # asked anew each time: the former may rise
+        self._alignment = max(backend.memory_alignment, VECTOR_BYTES)
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         if self._reload is None:
@@ -170,8 +167,7 @@ class HostMover(Mover):
     ) -> tuple[torch.UntypedStorage, StreamEvent | None]:
         if self._reload is None:
             raise RuntimeError(f"a read of {nbytes:,} bytes was not told where to; give read() its memory")
-        alignment = self._alignment
-        return self._reload.take(nbytes, -len(edges.head) % alignment, alignment), None
+        return self._reload.take(nbytes, -len(edges.head) % self._alignment, self._alignment), None
 
     def load(self, piece: Piece, expected: int | None) -> Loaded | None:
         self._backend.read(piece.arena, piece.memory, piece.offset)

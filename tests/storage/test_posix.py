@@ -166,20 +166,7 @@ class TestAlignment:
         assert direct._staging.lent_bytes == 0
         assert [buffer.nbytes for buffer in direct._staging._spare] == [DEFAULT_CHUNK_BYTES]
 
-    def test_learns_that_a_drive_wants_more(self, direct, direct_arena, monkeypatch):
-        def change(real, fd, view, offset):
-            if ctypes.addressof(ctypes.c_char.from_buffer(view)) % 2048:
-                raise OSError(errno.EINVAL, "Invalid argument")
-            return int(real(fd, [view], offset))
-
-        calls = Calls(monkeypatch, change)
-        assert write_and_read(direct, direct_arena, 1 << 20, 1024)
-        assert direct.memory_alignment == 2048
-        assert calls.count == 3, "one refusal, then staged both times"
-        assert write_and_read(direct, direct_arena, 1 << 20, 2048)
-        assert direct.memory_alignment == 2048
-
-    def test_a_refusal_that_alignment_does_not_explain(self, direct, direct_arena, monkeypatch):
+    def test_a_refusal_is_an_error(self, direct, direct_arena, monkeypatch):
         extent, memory = direct_arena.allocate(4096), Memory.random(4096)
         Calls(monkeypatch, failing(errno.EINVAL))
         with pytest.raises(StorageError, match="Invalid argument"):
