@@ -148,12 +148,6 @@ class MallocThreshold:
     one restores, the dynamic adjustment cannot be switched on again: thresholds are then fixed to where it ends up
     after a 32 MiB tensor was freed (map from 32 MiB, trim at 64 MiB), or to the user's own ``MALLOC_*_THRESHOLD_``
     variables.
-
-    Example::
-
-        with MallocThreshold() as threshold:
-            ...             # freed tensors leave the resident set
-            print(threshold.reason or "fixed")
     """
 
     # mallopt is process-wide, hence this bookkeeping. The lock is a leaf: nothing is called while it is held but libc.

@@ -36,11 +36,11 @@ _SPREAD_STEPS = 4
 class RecomputeVariant:
     """The pass with certain blocks recomputed."""
 
-    def __init__(self, trace: Trace, blocks: frozenset[int], *, max_units: int = _MAX_UNITS) -> None:
+    def __init__(self, trace: Trace, blocks: frozenset[int]) -> None:
         self.blocks = blocks
         self.trace, self.old = recomputed(trace, blocks)
         self.lives = Lifetimes(self.trace)
-        self.units = Units.of(self.trace, max_units=max_units)
+        self.units = Units.of(self.trace, max_units=_MAX_UNITS)
         self.unit_lives = Lifetimes(self.units.trace)
         self.ranking = _ranking(self.units.trace.storages)
 

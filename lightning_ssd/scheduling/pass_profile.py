@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 __all__ = ["PassProfile", "PrefetchBudget", "ProfileBook", "storages_to_keep"]
 
+_MAX_PROFILES = 16
+
 
 def storages_to_keep(
     sizes: Sequence[int],
@@ -70,15 +72,14 @@ class PassProfile:
 class ProfileBook:
     """The last few profiles, found by what has been packed so far (shapes of a step may alternate)."""
 
-    def __init__(self, *, capacity: int = 16) -> None:
-        self._capacity = capacity
+    def __init__(self) -> None:
         self._profiles: OrderedDict[tuple[int, ...], PassProfile] = OrderedDict()
 
     def add(self, profile: PassProfile) -> None:
         """Remember a profile; the latest of equal sizes counts, the least recent goes."""
         self._profiles[profile.sizes] = profile
         self._profiles.move_to_end(profile.sizes)
-        while len(self._profiles) > self._capacity:
+        while len(self._profiles) > _MAX_PROFILES:
             self._profiles.popitem(last=False)
 
     def guess(self, sizes_so_far: Sequence[int]) -> PassProfile | None:

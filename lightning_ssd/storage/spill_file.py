@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ SPACE_ADVICE = "Free space there, or name other directories in HardwareProfile(p
 """How the message of a full file system ends."""
 _FIRST_GROWTH_BYTES = 64 << 20
 _MAX_GROWTH_BYTES = 4 << 30
+"""Preallocations after the first one are a quarter of the size, at most so much."""
 _RETRY_AFTER_S = 5.0
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS})
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
@@ -52,22 +53,12 @@ class Arena:
         directory: where the file lies, without a name and closed to other users.
         block_bytes: granularity of extents, a multiple of what direct I/O wants.
         direct: open with ``O_DIRECT``.
-        growth_bytes: first and smallest preallocation; later ones are a quarter of the size, at most 4 GiB.
-        clock: seconds, for the pause between attempts to grow on a full file system.
 
     Raises:
         StorageError: if the directory or file cannot be opened.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        block_bytes: int,
-        direct: bool,
-        growth_bytes: int = _FIRST_GROWTH_BYTES,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, block_bytes: int, direct: bool) -> None:
         self.directory = Path(directory)
         self.block_bytes = block_bytes
         self.direct = direct
@@ -75,8 +66,6 @@ class Arena:
         """Whether the system may have lost bytes on their way to it."""
         self.is_sparse = False
         """Whether the file system cannot set space aside, so that it may be full when bytes come."""
-        self._growth_bytes = growth_bytes
-        self._clock = clock
         self._pid = os.getpid()
         self._extents = ExtentAllocator(block_bytes)
         self._full_until = 0.0
@@ -268,21 +257,21 @@ class Arena:
 
     def _grow(self, nbytes: int) -> None:
         need = self._extents.round_up(nbytes) - self._extents.tail_free_bytes
-        resting = self._clock() < self._full_until
+        resting = time.monotonic() < self._full_until
         if resting and 0 < self._refused_bytes <= need:
             raise self._out_of_space(need)
         for step in self._growth_steps(need, resting=resting):
             if self._preallocate(step):
                 self._extents.grow(step)
                 return
-            self._full_until = self._clock() + _RETRY_AFTER_S
+            self._full_until = time.monotonic() + _RETRY_AFTER_S
             self._refused_bytes = 0
         self._refused_bytes = need
         raise self._out_of_space(need)
 
     def _growth_steps(self, need: int, *, resting: bool) -> list[int]:
         """Return what to try: a comfortable chunk first, unless that would take most of what others have left."""
-        chunk = self._extents.round_up(min(max(self._growth_bytes, self.size_bytes // 4), _MAX_GROWTH_BYTES))
+        chunk = self._extents.round_up(min(max(_FIRST_GROWTH_BYTES, self.size_bytes // 4), _MAX_GROWTH_BYTES))
         facts = os.fstatvfs(self._fd)
         if resting or chunk <= need or chunk > facts.f_bavail * facts.f_frsize // 2:
             return [need]

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 _FIRST_GROWTH_BYTES = 64 << 20
 _MAX_GROWTH_BYTES = 256 << 20
+"""Slabs after the first one are a quarter of the size, at most so much."""
 _AHEAD_BYTES = 64 << 20
 _PAUSE_S = 0.002
 """Between two slabs that are locked ahead: the driver's lock holds up kernels that training launches."""
@@ -44,24 +45,15 @@ class HostArena:
         room: most memory to take, in bytes; or a budget that others take from, too, each as it grows.
         pin: lock slabs for CUDA. Where that fails it goes on without, with one warning.
         ahead: have no memory but what :meth:`lock_ahead` has locked for this device: no one waits for the driver.
-        growth_bytes: first and smallest slab; later ones are a quarter of the size, at most 256 MiB.
 
     Raises:
         MemoryError: there are not that many addresses (``ulimit -v``).
     """
 
-    def __init__(
-        self,
-        room: int | HostMemoryBudget,
-        *,
-        pin: bool,
-        ahead: torch.device | None = None,
-        growth_bytes: int = _FIRST_GROWTH_BYTES,
-    ) -> None:
+    def __init__(self, room: int | HostMemoryBudget, *, pin: bool, ahead: torch.device | None = None) -> None:
         host_budget = HostMemoryBudget(room) if isinstance(room, int) else room
         self._share = host_budget.share()
         self._limit_bytes = host_budget.total_bytes
-        self._growth_bytes = growth_bytes
         self._pid = os.getpid()
         self._extents = ExtentAllocator(PAGE_BYTES)
         self._ahead = ahead
@@ -277,7 +269,7 @@ class HostArena:
         need = self._extents.round_up(nbytes) - self._extents.tail_free_bytes
         if need > left:
             return False
-        slab = min(max(self._growth_bytes, size // 4), _MAX_GROWTH_BYTES)
+        slab = min(max(_FIRST_GROWTH_BYTES, size // 4), _MAX_GROWTH_BYTES)
         taken = self._take(size, need, min(round_up(max(slab, need), HUGE_PAGE_BYTES), left))
         if taken:
             self._add_slab(size, taken)

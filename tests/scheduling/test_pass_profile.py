@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_ssd.scheduling import pass_profile
 from lightning_ssd.scheduling.pass_profile import PassProfile, PrefetchBudget, ProfileBook, storages_to_keep
 
 
@@ -22,8 +23,9 @@ def test_book_finds_the_latest_profile_that_began_alike():
     assert book.exact([1, 2]) is None
 
 
-def test_book_forgets_the_least_recent():
-    book = ProfileBook(capacity=2)
+def test_book_forgets_the_least_recent(monkeypatch):
+    monkeypatch.setattr(pass_profile, "_MAX_PROFILES", 2)
+    book = ProfileBook()
     for sizes in ((1,), (2,), (1,), (3,)):
         book.add(profile(*sizes))
     assert book.exact([2]) is None

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
@@ -191,16 +192,18 @@ def free_bytes(directory):
 
 
 class TestGrowth:
-    def test_in_chunks_of_a_quarter(self, tmp_path):
-        with closing(open_arena(tmp_path, growth_bytes=MIB)) as arena:
+    def test_in_chunks_of_a_quarter(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(arena_module, "_FIRST_GROWTH_BYTES", MIB)
+        with closing(open_arena(tmp_path)) as arena:
             sizes = [(arena.allocate(MIB // 2), arena.size_bytes)[1] for _ in range(64)]
         steps = [b - a for a, b in itertools.pairwise(sizes) if b > a]
         assert sizes[0] == MIB
         assert steps[-1] >= sizes[-1] // 6
         assert len(set(sizes)) < 20
 
-    def test_uses_the_free_end(self, tmp_path):
-        with closing(open_arena(tmp_path, growth_bytes=4096)) as arena:
+    def test_uses_the_free_end(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(arena_module, "_FIRST_GROWTH_BYTES", 4096)
+        with closing(open_arena(tmp_path)) as arena:
             arena.allocate(4096 * 3)
             last = arena.allocate(4096)
             arena.free(last)
@@ -240,10 +243,11 @@ class TestReservation:
 
 
 class TestFullDisk:
-    def test_names_path_need_and_free_space_then_rests(self, small_disk):
+    def test_names_path_need_and_free_space_then_rests(self, small_disk, monkeypatch):
         directory, now = small_disk(24), [100.0]
         free = free_bytes(directory)
-        arena = open_arena(directory, clock=lambda: now[0])
+        monkeypatch.setattr(arena_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        arena = open_arena(directory)
         kept = arena.allocate(4 * MIB)
         blocks = os.fstat(arena.fd).st_blocks
         with pytest.raises(OutOfSpaceError, match=r"full: 20,971,520 more bytes are needed, [\d,]+ are free") as caught:
@@ -272,9 +276,10 @@ class TestFullDisk:
         arena.close()
         assert free_bytes(directory) == free
 
-    def test_fills_the_disk_when_only_the_exact_need_fits(self, small_disk):
+    def test_fills_the_disk_when_only_the_exact_need_fits(self, small_disk, monkeypatch):
         directory = small_disk(24)
-        with closing(open_arena(directory, growth_bytes=4 * MIB)) as arena:
+        monkeypatch.setattr(arena_module, "_FIRST_GROWTH_BYTES", 4 * MIB)
+        with closing(open_arena(directory)) as arena:
             extents = [arena.allocate(MIB) for _ in range(16)]
             with pytest.raises(OutOfSpaceError):
                 extents += [arena.allocate(MIB) for _ in range(24)]

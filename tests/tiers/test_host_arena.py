@@ -25,9 +25,14 @@ KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _small_slabs(monkeypatch):
+    monkeypatch.setattr(host_arena, "_FIRST_GROWTH_BYTES", 2 * MIB)
+
+
 @pytest.fixture
 def arena():
-    arena = HostArena(32 * MIB, pin=False, growth_bytes=2 * MIB)
+    arena = HostArena(32 * MIB, pin=False)
     yield arena
     arena.close()
 
@@ -54,7 +59,7 @@ class TestRoom:
 
     def test_several_have_no_more_than_their_budget_together(self, monkeypatch):
         host_budget = HostMemoryBudget(32 * MIB)
-        one, other = (HostArena(host_budget, pin=False, growth_bytes=2 * MIB) for _ in range(2))
+        one, other = (HostArena(host_budget, pin=False) for _ in range(2))
         assert one.capacity_bytes == other.capacity_bytes == 32 * MIB
         assert one.allocate(20 * MIB) is not None
         assert (one.capacity_bytes, other.capacity_bytes) == (32 * MIB, 12 * MIB)
@@ -116,8 +121,9 @@ class TestRoom:
 
 
 class TestLocking:
-    def test_each_slab_once_when_it_is_wanted(self, driver):
-        arena = HostArena(64 * MIB, pin=True, growth_bytes=4 * MIB)
+    def test_each_slab_once_when_it_is_wanted(self, driver, monkeypatch):
+        monkeypatch.setattr(host_arena, "_FIRST_GROWTH_BYTES", 4 * MIB)
+        arena = HostArena(64 * MIB, pin=True)
         low, high = must(arena.allocate(3 * MIB)), must(arena.allocate(20 * MIB))
         assert driver.calls == []
         base = address(arena, low)
@@ -133,7 +139,7 @@ class TestLocking:
 
     def test_goes_on_unlocked_with_one_warning(self, driver, caplog):
         driver.codes = iter((0, 2))
-        arena = HostArena(64 * MIB, pin=True, growth_bytes=2 * MIB)
+        arena = HostArena(64 * MIB, pin=True)
         for _ in range(4):
             arena.prepare(must(arena.allocate(2 * MIB)), CPU)
         arena.close()
