@@ -83,13 +83,13 @@ def inspect_directory(path: str | os.PathLike[str]) -> DirectoryFacts:
     """Look, without writing. The directory must exist."""
     path = Path(path)
     file_system, device = _mount_of(path)
-    space, rotational = os.statvfs(path), _read_queue(os.stat(path).st_dev, "rotational")
+    space = os.statvfs(path)
     return DirectoryFacts(
         file_system=file_system,
         device=device,
         is_memory=file_system in _MEMORY_TYPES,
         is_network=file_system in _NETWORK_TYPES,
-        is_rotational=None if rotational is None else bool(rotational),
+        is_rotational=_is_rotational(os.stat(path).st_dev),
         free_bytes=space.f_bavail * space.f_frsize,
         total_bytes=space.f_blocks * space.f_frsize,
     )
@@ -155,7 +155,7 @@ def _unsuitable(path: Path, reason: str, advice: str, code: int | None) -> Unsui
 def direct_alignment(fd: int) -> DirectAlignment | None:
     """Return what ``O_DIRECT`` wants for this file, or ``None`` where the file system says that it has no direct I/O.
 
-    Asks ``statx``; else the limits of the drive's queue; else assumes one page, which suits every drive.
+    Asks ``statx``; where that does not know (before Linux 6.1), it assumes one page, which suits every drive.
     """
     buffer = ctypes.create_string_buffer(_STATX_NBYTES)
     if _statx is not None and _statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) == 0:
@@ -163,21 +163,18 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
         if mask & _STATX_DIOALIGN:
             memory, offset = struct.unpack_from("=II", buffer, _STATX_DIO_AT)
             return DirectAlignment(memory, offset) if memory and offset else None
-    device = os.fstat(fd).st_dev
-    mask_bits, sector = _read_queue(device, "dma_alignment"), _read_queue(device, "logical_block_size")
-    if mask_bits is None or sector is None:
-        return DirectAlignment(PAGE_BYTES, PAGE_BYTES)
-    return DirectAlignment(max(mask_bits + 1, 4), sector)
+    return DirectAlignment(PAGE_BYTES, PAGE_BYTES)
 
 
-def _read_queue(device: int, name: str) -> int | None:
-    """Return a limit of the queue of a block device; a partition has none of its own, its parent has.
+def _is_rotational(device: int) -> bool | None:
+    """Return what the queue of a block device says; a partition has none of its own, its parent has.
 
-    ``None``: no block device is below (overlay, btrfs, zfs), there is no sysfs, or the kernel is old.
+    ``None``: no block device is below (overlay, btrfs, zfs), or there is no sysfs.
     """
     node = _BLOCK_DEVICES / f"{os.major(device)}:{os.minor(device)}"
-    own = read_number(node / "queue" / name)
-    return read_number(node.resolve().parent / "queue" / name) if own is None else own
+    own = read_number(node / "queue" / "rotational")
+    number = read_number(node.resolve().parent / "queue" / "rotational") if own is None else own
+    return None if number is None else bool(number)
 
 
 def read_number(path: Path) -> int | None:

@@ -89,28 +89,24 @@ class TestDirectAlignment:
         yield arena.fd
         arena.close()
 
-    def test_from_the_queue_where_statx_does_not_know(self, fd, monkeypatch):
-        limits = {"dma_alignment": 3, "logical_block_size": 4096}
-        monkeypatch.setattr(filesystem, "_statx", None)
-        monkeypatch.setattr(filesystem, "_read_queue", lambda device, name: limits[name])
-        assert direct_alignment(fd) == DirectAlignment(4, 4096)
-
-    def test_a_page_where_nobody_knows(self, fd, monkeypatch):
-        monkeypatch.setattr(filesystem, "_statx", lambda *_: -1)
-        monkeypatch.setattr(filesystem, "_read_queue", lambda device, name: None)
+    @pytest.mark.parametrize("statx", [None, lambda *_: -1])
+    def test_a_page_where_nobody_knows(self, statx, fd, monkeypatch):
+        monkeypatch.setattr(filesystem, "_statx", statx)
         assert direct_alignment(fd) == DirectAlignment(4096, 4096)
 
-    def test_a_partition_asks_its_parent(self, tmp_path, monkeypatch):
-        disk, nodes = tmp_path / "devices" / "nvme0n1", tmp_path / "nodes"
-        (disk / "nvme0n1p2").mkdir(parents=True)
-        (disk / "queue").mkdir()
-        (disk / "queue" / "dma_alignment").write_text("3\n")
-        nodes.mkdir()
-        (nodes / "259:2").symlink_to(disk / "nvme0n1p2")
-        monkeypatch.setattr(filesystem, "_BLOCK_DEVICES", nodes)
-        assert filesystem._read_queue(os.makedev(259, 2), "dma_alignment") == 3
-        assert filesystem._read_queue(os.makedev(259, 2), "logical_block_size") is None
-        assert filesystem._read_queue(os.makedev(259, 3), "dma_alignment") is None
+
+def test_a_partition_asks_its_parent_whether_it_rotates(tmp_path, monkeypatch):
+    disk, nodes = tmp_path / "devices" / "nvme0n1", tmp_path / "nodes"
+    (disk / "nvme0n1p2").mkdir(parents=True)
+    (disk / "queue").mkdir()
+    nodes.mkdir()
+    (nodes / "259:2").symlink_to(disk / "nvme0n1p2")
+    monkeypatch.setattr(filesystem, "_BLOCK_DEVICES", nodes)
+    assert filesystem._is_rotational(os.makedev(259, 2)) is None
+    for text in ("0", "1"):
+        (disk / "queue" / "rotational").write_text(f"{text}\n")
+        assert filesystem._is_rotational(os.makedev(259, 2)) is (text == "1")
+    assert filesystem._is_rotational(os.makedev(259, 3)) is None
 
 
 class TestMeasuring:
