@@ -290,8 +290,8 @@ class Offloader:
         If the policy offloads parameters, frozen ones are written to the drive now, and stay there between their uses.
         With ``parameters="auto"`` it is decided now how many of them.
 
-        The module's repeated blocks, or those that ``policy.recompute_modules`` names, get another ``forward`` until
-        :meth:`close`. With plans it measures the blocks; if the policy allows, it recomputes them.
+        Blocks that ``policy.recompute_modules`` lets run again get another ``forward`` until :meth:`close`. So do the
+        repeated blocks with ``activations="recompute"`` and ``"recompute_offload"``.
 
         Raises:
             ConfigError: the module has no block of the classes that ``policy.recompute_modules`` names; or it is on a
@@ -307,15 +307,14 @@ class Offloader:
             )
         # Before the blocks' patches, so that a recomputed forward also goes through the patches of weights.
         self._parts.parameters.register_module(module)
-        if self.policy.activations in ("auto", "recompute", "recompute_offload") and resources is not None:
-            classes = self.policy.recomputable_classes
-            blocks = find_blocks(module, classes or ())
+        classes = self.policy.recomputable_classes
+        if classes is not None and resources is not None:
+            blocks = find_blocks(module, classes)
             is_agreed = self._is_agreed(blocks)
             new = {name: block for name, block in blocks.items() if not any(block in known for known in cache.blocks)}
             if new:  # a module that is registered again, or within another one, must not be measured twice
                 is_full = self.policy.verify == "full"
-                watched = Blocks(new, full=is_full, may_recompute=classes is not None, is_agreed=is_agreed)
-                cache.blocks.append(resources.enter_context(watched))
+                cache.blocks.append(resources.enter_context(Blocks(new, full=is_full, is_agreed=is_agreed)))
             elif not blocks and self.policy.activations != "auto":
                 name, wish, compiled = type(module).__name__, self.policy.activations, compiled_modules(module)
                 if compiled:
@@ -591,7 +590,7 @@ class Offloader:
 
     @property
     def trace(self) -> Trace | None:
-        """The latest profiled pass; ``None`` before there is one."""
+        """The latest profiled pass; ``None`` before there is one. It has the blocks that may be recomputed."""
         return None if self._parts.scheduler is None else self._parts.scheduler.trace
 
     @property

@@ -34,7 +34,6 @@ __all__ = [
     "ScoredCandidate",
     "judge",
     "make_plan",
-    "recomputing_budget",
     "smallest_budget",
 ]
 
@@ -143,14 +142,6 @@ def smallest_budget(trace: Trace, machine: Machine, goal: PlanObjective) -> int:
     machine = usable(machine)
     candidates = [c for v in variants(trace, goal) for c in family(v, machine, goal)]
     return _smallest(candidates, machine)[0]
-
-
-def recomputing_budget(trace: Trace, machine: Machine, goal: PlanObjective) -> int | None:
-    """Return the smallest budget if blocks might be recomputed; ``None``: they may be, or it would not be less."""
-    if goal.recompute or trace.recomputed or not trace.blocks:
-        return None
-    least = smallest_budget(trace, machine, replace(goal, recompute=True))
-    return least if least < smallest_budget(trace, machine, goal) else None
 
 
 def judge(

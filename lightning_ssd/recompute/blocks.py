@@ -95,18 +95,10 @@ class Blocks:
     Args:
         modules: the blocks by name, as :func:`~lightning_ssd.recompute.block_discovery.find_blocks` gives them.
         full: compare every byte that a repetition saves, see ``fingerprint.py``.
-        may_recompute: ``False``: only what they are given is wanted, and how long they take.
         is_agreed: all processes of the run have these blocks, and an observer that recomputes all of them.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        *,
-        full: bool = False,
-        may_recompute: bool = True,
-        is_agreed: bool = False,
-    ) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], *, full: bool = False, is_agreed: bool = False) -> None:
         self._active = _Active()
         self._wrappers: list[_Wrapper] = []
         self._warned = set[str]()
@@ -116,7 +108,7 @@ class Blocks:
             if module not in taken:
                 taken.add(module)
                 block = Recomputable(name=name, kind=type(module).__name__, full=full, is_agreed=is_agreed)
-                self._wrappers.append(_stand_in(block, module, self._active, self._warned, may_recompute))
+                self._wrappers.append(_stand_in(block, module, self._active, self._warned))
 
     def __enter__(self) -> Blocks:
         return self
@@ -179,9 +171,7 @@ class Blocks:
         self._wrappers.clear()
 
 
-def _stand_in(
-    block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
-) -> _Wrapper:
+def _stand_in(block: Recomputable, module: nn.Module, active: _Active, warned: set[str]) -> _Wrapper:
     """Return the stand-in that a module had before, anew, or its first one.
 
     Dynamo guards on its identity: another one each time is compiled for again, until it gives up and compiles nothing.
@@ -190,9 +180,9 @@ def _stand_in(
         del _stand_ins[key]  # no callback of a weak reference does so: it would swallow an interrupt
     before = _stand_ins.get(id(module))
     if before is not None and before.is_free:
-        before.__init__(block, module, active, warned, may_recompute)  # type: ignore[misc]
+        before.__init__(block, module, active, warned)  # type: ignore[misc]
         return before
-    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, active, warned, may_recompute)
+    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, active, warned)
     return stand_in
 
 
@@ -204,7 +194,6 @@ class _Wrapper(MethodPatch):
         "__dict__",
         "_active",
         "_block",
-        "_is_allowed",
         "_refusal",
         "_warned",
         "_watched",
@@ -212,15 +201,12 @@ class _Wrapper(MethodPatch):
         "name",
     )
 
-    def __init__(
-        self, block: Recomputable, module: nn.Module, active: _Active, warned: set[str], may_recompute: bool
-    ) -> None:
+    def __init__(self, block: Recomputable, module: nn.Module, active: _Active, warned: set[str]) -> None:
         self.name = block.name
         self.is_reached = False
         self._block = block
         self._active = active
         self._warned = warned
-        self._is_allowed = may_recompute
         self._refusal: str | None = None
         self._watched: list[Watched] = []
         super().__init__(module, label=f"block {block.name!r}")
@@ -296,8 +282,6 @@ class _Wrapper(MethodPatch):
         blocker, state = recompute_blocker(), None
         refusal = inputs.opaque or blocker
         reason = refusal or self.why_not()
-        if reason is None and not self._is_allowed:
-            return None
         if reason is None and has_groups_within(module):
             reason = refusal = "FSDP2 gathers parts of it on their own; give fully_shard the block as a whole"
         if reason is None:

@@ -222,12 +222,7 @@ class Limits:
         return self.limits_total_memory and others.peak_bytes is not None and others.grown_bytes > 0
 
     def impossible(
-        self,
-        smallest_bytes: int,
-        others: NonActivationMemory,
-        *,
-        unusable: str | None = None,
-        recomputing_bytes: int | None = None,
+        self, smallest_bytes: int, others: NonActivationMemory, *, unusable: str | None = None
     ) -> BudgetError:
         """The error for a budget that no plan keeps.
 
@@ -235,21 +230,19 @@ class Limits:
             smallest_bytes: of saved activations, for which a plan is known.
             others: what else is in memory.
             unusable: why nothing can be moved to a drive, so that a larger budget is only the second best advice.
-            recomputing_bytes: the smallest one if blocks may be recomputed; ``None``: that gains nothing, or they may.
         """
         got, smallest = self._got_and_smallest(smallest_bytes, others)
-        advice = ""
-        if recomputing_bytes is not None:
-            less = self._got_and_smallest(recomputing_bytes, others)[1]
-            advice = f'. With recompute_modules="blocks" (blocks run again in backward) it is {less}'
+        advice = (
+            "" if self._constraints.recompute else 'let blocks run again in backward (recompute_modules="blocks"), '
+        )
         is_worn = self._constraints.wear_bytes_per_day is not None
         wear = "raise wear_budget (it limits what may be moved), " if is_worn else ""
         fact = f"OffloadPolicy.{got} is too small for this model and batch"
         if unusable is not None:
             return BudgetError(
                 f"{fact}, because no drive can be used: {unusable}. Without one the smallest that works is "
-                f"{smallest}{advice}. Free space there, or name other directories in HardwareProfile(paths=...); or "
-                "raise the budget, or make the batch smaller"
+                f"{smallest}. Free space there, or name other directories in HardwareProfile(paths=...); or "
+                f"raise the budget, {advice}or make the batch smaller"
             )
         others_leave = ""
         if self._is_memory_in_the_way(others):
@@ -259,8 +252,8 @@ class Limits:
                 room = as_setting(smallest_bytes)
                 others_leave += f", or set activation_budget={room}, for which weights leave when a model is registered"
         return BudgetError(
-            f"{fact}: the smallest that works is {smallest}{advice}. "
-            f"Raise the budget, {wear}make the batch smaller, or lower min_tensor_bytes{others_leave}"
+            f"{fact}: the smallest that works is {smallest}. "
+            f"Raise the budget, {wear}{advice}make the batch smaller, or lower min_tensor_bytes{others_leave}"
         )
 
     def _is_memory_in_the_way(self, others: NonActivationMemory) -> bool:

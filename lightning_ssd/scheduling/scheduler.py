@@ -20,7 +20,7 @@ from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.planning.lifetimes import Lifetimes
 from lightning_ssd.planning.plan import Machine, PlanObjective, TierRates
-from lightning_ssd.planning.planner import BudgetTooSmall, recomputing_budget, smallest_budget
+from lightning_ssd.planning.planner import BudgetTooSmall, smallest_budget
 from lightning_ssd.planning.recompute_trace import inner_bytes, with_inner
 from lightning_ssd.planning.simulator import predict
 from lightning_ssd.planning.trace import Trace
@@ -327,12 +327,8 @@ class Scheduler:
             floor = smallest_budget(self.trace, machine, self._goal(self.trace, self._kind))
         self._agreed, self._limits.agreed, largest = agreed(agree, machine, limit_bytes=limit, floor_bytes=floor)
         if largest > self._limits.agreed:
-            less = None
-            if self.trace is not None and floor == largest:  # another process' trace is not known here
-                less = recomputing_budget(self.trace, machine, self._goal(self.trace, self._kind))
-            raise self._limits.impossible(
-                largest, self._kind.others, unusable=(self.machine.ssd or _NOTHING).unusable, recomputing_bytes=less
-            )
+            unusable = (self.machine.ssd or _NOTHING).unusable
+            raise self._limits.impossible(largest, self._kind.others, unusable=unusable)
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
@@ -408,10 +404,7 @@ class Scheduler:
                 return
             unusable = (machine.ssd or _NOTHING).unusable
             # What the planner was asked is not what the user wrote: it would say "under 0 bytes" of a memory_budget.
-            less = recomputing_budget(trace, machine, goal)
-            raise self._limits.impossible(
-                error.smallest_bytes, kind.others, unusable=unusable, recomputing_bytes=less
-            ) from None
+            raise self._limits.impossible(error.smallest_bytes, kind.others, unusable=unusable) from None
         if plan.recompute != trace.recomputed:
             # Another pass altogether: it is traced and planned again as it really is.
             kind.begin_to_recompute(plan.recompute, inner_bytes(trace, plan.recompute))

@@ -215,7 +215,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def offloader(tmp_path):
-    with offloader_in(tmp_path, min_tensor_bytes=4096) as offloader:
+    with offloader_in(tmp_path, min_tensor_bytes=4096, recompute_modules="blocks") as offloader:
         yield offloader
 
 
