@@ -56,7 +56,6 @@ class Bar:
     role: Role
     begin: float
     end: float
-    label: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,20 +138,16 @@ def transfers(record: StepRecord) -> Chart:
         {(move.lane, move.direction) for move in record.moves}, key=lambda lane: (lane[0], lane[1] == "read")
     )
     bars: list[Bar] = [
-        Bar(lane=_WAITS, role="wait", begin=begin, end=end, label=f"waits {1000 * (end - begin):.1f} ms")
-        for begin, end, _ in _merged(((wait.start_s, wait.end_s, 0) for wait in record.waits), record.length_s)
+        Bar(lane=_WAITS, role="wait", begin=begin, end=end)
+        for begin, end in _merged(((wait.start_s, wait.end_s) for wait in record.waits), record.length_s)
     ]
     for lane, direction in lanes:
-        moves = ((m.start_s, m.end_s, m.nbytes) for m in record.moves if (m.lane, m.direction) == (lane, direction))
+        moves = (
+            (move.start_s, move.end_s) for move in record.moves if (move.lane, move.direction) == (lane, direction)
+        )
         bars += [
-            Bar(
-                lane=f"{lane} {direction}",
-                role=direction,
-                begin=begin,
-                end=end,
-                label=f"{direction}s {_size(nbytes)}, {_rate(nbytes, end - begin)}",
-            )
-            for begin, end, nbytes in _merged(moves, record.length_s)
+            Bar(lane=f"{lane} {direction}", role=direction, begin=begin, end=end)
+            for begin, end in _merged(moves, record.length_s)
         ]
     return Chart(
         key="transfers",
@@ -169,7 +164,7 @@ def lifetimes(record: StepRecord) -> Chart:
     bars: list[Bar] = []
     lanes = []
     for number, life in enumerate(record.lives):
-        lane = f"{number}: {', '.join(filter(None, (life.module, _size(life.nbytes))))}"
+        lane = f"{number}: {', '.join(filter(None, (life.module, *format_sizes(life.nbytes))))}"
         lanes.append(lane)
         bars += _life(lane, life)
     return Chart(
@@ -268,19 +263,12 @@ _WAITS = "training waits"
 
 
 def _life(lane: str, life: Life) -> list[Bar]:
-    place = {
-        "kept": "kept",
-        "taken back": "taken back before it had left",
-        "host": "in host memory",
-        "ssd": "on the SSD",
-    }
     bars, begin = [], life.saved_s
     for left, back in life.away:
-        bars.append(Bar(lane=lane, role="activations", begin=begin, end=left, label="in memory"))
-        bars.append(Bar(lane=lane, role="away", begin=left, end=back, label=place[life.fate]))
+        bars.append(Bar(lane=lane, role="activations", begin=begin, end=left))
+        bars.append(Bar(lane=lane, role="away", begin=left, end=back))
         begin = back
-    label = "in memory" if life.away else f"in memory, {place[life.fate]}"
-    bars.append(Bar(lane=lane, role="activations", begin=begin, end=life.freed_s, label=label))
+    bars.append(Bar(lane=lane, role="activations", begin=begin, end=life.freed_s))
     return [bar for bar in bars if bar.end > bar.begin]
 
 
@@ -294,16 +282,15 @@ def _moments(record: StepRecord) -> list[float]:
     return [max(times[i : i + width], key=lambda time_s: peaks.get(time_s, 0)) for i in range(0, len(times), width)]
 
 
-def _merged(moves: Iterable[tuple[float, float, int]], length_s: float) -> list[tuple[float, float, int]]:
-    """Unions of intervals with their bytes; those closer than a line is thick are one."""
+def _merged(moves: Iterable[tuple[float, float]], length_s: float) -> list[tuple[float, float]]:
+    """Unions of intervals; those closer than a line is thick are one."""
     gap = length_s / _MAX_BARS
-    merged: list[tuple[float, float, int]] = []
-    for begin, end, nbytes in sorted(moves):
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(moves):
         if merged and begin <= merged[-1][1] + gap:
-            last = merged[-1]
-            merged[-1] = last[0], max(last[1], end), last[2] + nbytes
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            merged.append((begin, end, nbytes))
+            merged.append((begin, end))
     return merged
 
 
@@ -313,11 +300,3 @@ def _bands(record: StepRecord) -> tuple[tuple[str, float, float], ...]:
 
 def _unit(nbytes: float) -> tuple[int, str]:
     return next((size, name) for size, name in _UNITS if nbytes >= size or size == 1)
-
-
-def _size(nbytes: int) -> str:
-    return format_sizes(nbytes)[0]
-
-
-def _rate(nbytes: int, seconds: float) -> str:
-    return f"{nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else "at once"

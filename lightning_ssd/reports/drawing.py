@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,8 +44,6 @@ BAR_NAMES: dict[Role, str] = {
 }
 """Names of intervals, in legends."""
 _WIDTH, _HEIGHT, _LANE, _DPI = 8.0, 3.6, 0.16, 110
-_MAX_STRIPS = 240
-_TIP = "lightning_ssd-tip-"
 
 
 def save_png(chart: Chart, file: Path) -> None:
@@ -61,13 +57,12 @@ def save_png(chart: Chart, file: Path) -> None:
 
 
 def draw_svg(chart: Chart) -> str:
-    """Return an element for a page, in the page's text colour. Values are told where the pointer rests.
+    """Return an element for a page, in the page's text colour.
 
     Raises:
         ImportError: Matplotlib is not installed.
     """
-    tips: list[str] = []
-    figure, text = draw(chart, tips), io.StringIO()
+    figure, text = draw(chart), io.StringIO()
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.key, "font.family": "sans-serif"}):
@@ -75,19 +70,11 @@ def draw_svg(chart: Chart) -> str:
     svg = text.getvalue()
     svg = re.sub(' (width|height)="[0-9.]+pt"', "", svg[svg.index("<svg") :], count=2)  # as wide as the page
     svg = svg.replace("#000000", "currentColor")
-
-    def titled(group: re.Match[str]) -> str:
-        return f"<g><title>{escape(tips[int(group[1])])}</title>" if group[1] else "<g>"
-
-    return re.sub(f'<g id="(?:{_TIP}([0-9]+)|.*?)">', titled, svg)  # other ids come again in the next picture
+    return re.sub('<g id=".*?">', "<g>", svg)  # ids come again in the next picture
 
 
-def draw(chart: Chart, tips: list[str] | None = None) -> Figure:
+def draw(chart: Chart) -> Figure:
     """Return a figure that belongs to no window, and to no pyplot state of the user's.
-
-    Args:
-        chart: to draw.
-        tips: gets the texts to show under the pointer; what they belong to has their numbers.
 
     Raises:
         ImportError: Matplotlib is not installed.
@@ -111,12 +98,10 @@ def draw(chart: Chart, tips: list[str] | None = None) -> Figure:
         if series.kind in ("line", "dashed"):
             (line,) = axes.plot(series.x, series.y, color=COLORS[series.role], linewidth=1.2, label=series.name)
             line.set(linestyle="--" if series.kind == "dashed" else "-", drawstyle="steps-post" if areas else "default")
-    _add_points(axes, [series for series in chart.series if series.kind == "points"], tips)
+    _add_points(axes, [series for series in chart.series if series.kind == "points"])
     if chart.series:
         axes.set_ylim(bottom=0)  # last: it settles the top as well
-    if tips is not None:
-        _add_strips(axes, [series for series in chart.series if series.kind != "points"], chart, tips)
-    _add_bars(axes, chart, tips)
+    _add_bars(axes, chart)
     top = axes.get_ylim()[1]
     for name, begin, end in chart.bands:
         if name in _PHASES:
@@ -132,21 +117,13 @@ def draw(chart: Chart, tips: list[str] | None = None) -> Figure:
     return figure
 
 
-def _tip(tips: list[str], text: str) -> str:
-    """Note a text, and return the id of what it belongs to."""
-    tips.append(text)
-    return f"{_TIP}{len(tips) - 1}"
-
-
-def _add_points(axes: Axes, groups: Sequence[Series], tips: list[str] | None) -> None:
+def _add_points(axes: Axes, groups: Sequence[Series]) -> None:
     """Draw a marker for each group, joined by a line, and a colour for each label."""
     colors = dict(zip(dict.fromkeys(label for group in groups for label in group.labels), _MODES * 99, strict=False))
     for group, marker in zip(groups, _MARKERS * 99, strict=False):
         axes.plot(group.x, group.y, color="#888888", linewidth=0.8, marker=marker, label=group.name or None, zorder=1)
         for x, y, label in zip(group.x, group.y, group.labels, strict=True):
-            (dot,) = axes.plot(x, y, marker, color=colors[label], markersize=7)
-            if tips is not None:
-                dot.set_gid(_tip(tips, f"{label} {group.name}\n{x:.3g}, {y:.4g}"))
+            axes.plot(x, y, marker, color=colors[label], markersize=7)
     for label, color in colors.items():
         axes.plot([], [], "o", color=color, label=label)
     if groups:  # from 0, and with room for the outermost markers
@@ -154,21 +131,7 @@ def _add_points(axes: Axes, groups: Sequence[Series], tips: list[str] | None) ->
         axes.set_ylim(0, 1.05 * max(y for group in groups for y in group.y) or 1)
 
 
-def _add_strips(axes: Axes, lines: Sequence[Series], chart: Chart, tips: list[str]) -> None:
-    """Lay invisible strips over the picture that tell all values of their moments."""
-    moments = sorted({x for series in lines for x in series.x})
-    moments = moments[:: -(-len(moments) // _MAX_STRIPS) or 1]
-    for begin, end in pairwise([*moments, axes.get_xlim()[1]]):
-        told = [
-            f"{series.name}: {series.y[at]:.4g} {chart.y_title}"
-            for series in lines
-            if (at := max((i for i, x in enumerate(series.x) if x <= begin), default=None)) is not None
-        ]
-        text = "\n".join([f"{chart.x_title}: {begin:.4g}", *told])
-        axes.axvspan(begin, end, alpha=0.001, linewidth=0, zorder=9, gid=_tip(tips, text))
-
-
-def _add_bars(axes: Axes, chart: Chart, tips: list[str] | None) -> None:
+def _add_bars(axes: Axes, chart: Chart) -> None:
     if not chart.lanes:
         return
     height = {lane: len(chart.lanes) - 1 - number for number, lane in enumerate(chart.lanes)}
@@ -178,8 +141,6 @@ def _add_bars(axes: Axes, chart: Chart, tips: list[str] | None) -> None:
         label = BAR_NAMES[bar.role] if bar.role in unnamed else None
         unnamed.discard(bar.role)
         place = (height[bar.lane] - 0.4, 0.8)
-        drawn = axes.broken_barh([(bar.begin, bar.end - bar.begin)], place, color=COLORS[bar.role], label=label)
-        if tips is not None:
-            drawn.set_gid(_tip(tips, f"{bar.lane}\n{bar.label}\n{bar.begin:.3f} to {bar.end:.3f} s"))
+        axes.broken_barh([(bar.begin, bar.end - bar.begin)], place, color=COLORS[bar.role], label=label)
     axes.set_yticks([height[lane] for lane in chart.lanes], chart.lanes)
     axes.set_ylim(-0.6, len(chart.lanes) - 0.4)

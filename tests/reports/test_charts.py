@@ -107,11 +107,6 @@ def test_matplotlib_draws_it(chart, tmp_path):
     svg = ElementTree.fromstring(draw_svg(chart))
     assert f"{SVG}svg" == svg.tag
     assert "#000000" not in draw_svg(chart), "dark pages have light text"
-    tips = [title.text or "" for title in svg.iter(f"{SVG}title")]
-    assert all(any(bar.label in tip and bar.lane in tip for tip in tips) for bar in chart.bars)
-    for series in chart.series:
-        name = series.labels[0] if series.labels else series.name
-        assert any(name in tip and f"{series.y[-1]:.4g}" in tip for tip in tips)
 
 
 def test_a_sweep_is_coloured_by_mode_marked_by_model_and_begins_at_nothing():
