@@ -17,7 +17,7 @@ import torch
 
 from lightning_ssd.activations.storage_state import FREED, LEAVING, ON_DISK
 from lightning_ssd.common.waiting import Changes, Latch
-from lightning_ssd.telemetry.stats import Counters, SavedBytes
+from lightning_ssd.telemetry.stats import OffloadStats, SavedBytes
 from lightning_ssd.telemetry.step_record import StepRecorder
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class MemoryAccounting:
 
     def __init__(self, returned: Callable[[int], None] = lambda saved_bytes: None) -> None:
         self.returned = returned
-        self.counters = Counters()
+        self.counters = OffloadStats()
         # Guards every SavedStorage and the sums below. Order: this lock may be held while taking the locks of
         # storage/ (queue, arena, pools); those never call back into us with theirs held. A lease takes none.
         self.lock = threading.Lock()

@@ -15,7 +15,7 @@ import torch
 
 from lightning_ssd.scheduling.clock import Clock, Stamp
 from lightning_ssd.telemetry.events import EventLog, StallEvent
-from lightning_ssd.telemetry.stats import Counters
+from lightning_ssd.telemetry.stats import OffloadStats
 
 __all__ = ["Stalls", "stall_seconds"]
 
@@ -46,7 +46,7 @@ class Stalls:
         late_read: told of each read that was waited for.
     """
 
-    def __init__(self, clock: Clock, counters: Counters, events: EventLog, late_read: Callable[[], None]) -> None:
+    def __init__(self, clock: Clock, counters: OffloadStats, events: EventLog, late_read: Callable[[], None]) -> None:
         self._clock = clock
         self._counters = counters
         self._events = events

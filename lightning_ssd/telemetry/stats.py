@@ -1,15 +1,13 @@
-"""Counters of one offloader, and frozen snapshots of them."""
+"""Counters of one offloader, and snapshots of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import FrozenInstanceError, dataclass, fields
-from operator import add, attrgetter
-from typing import Any
+from copy import copy
+from dataclasses import dataclass, fields
 
 from lightning_ssd.common.formatting import format_sizes
 
-__all__ = ["Counters", "OffloadStats", "OptimizerStats", "SavedBytes", "describe_held", "saved_pct"]
+__all__ = ["OffloadStats", "OptimizerStats", "SavedBytes", "describe_held", "saved_pct"]
 
 
 def describe_held(held_bytes: float, saved_bytes: float) -> str:
@@ -26,8 +24,11 @@ def saved_pct(held_bytes: float, saved_bytes: float) -> int | None:
 
 
 @dataclass(kw_only=True, slots=True)
-class Counters:
-    """Count what moves and what is held. The tensor cache has one, which its lock guards."""
+class OffloadStats:
+    """Totals since the offloader was opened (peaks: since the last :meth:`Offloader.reset_peaks`).
+
+    The tensor cache counts in one, which its lock guards; all others are snapshots.
+    """
 
     bytes_saved: int = 0
     """Unique saved storages handed to us that are at least ``min_tensor_bytes`` large (parameters excluded)."""
@@ -107,36 +108,15 @@ class Counters:
         return self.num_saved + self.num_kept_small + self.num_kept_foreign + self.num_kept_parameters
 
     def snapshot(self) -> OffloadStats:
-        """Return a frozen copy."""
-        return OffloadStats(**dict(zip(_NAMES, _values_of(self), strict=True)))
-
-
-class OffloadStats(Counters):
-    """Totals since the offloader was opened (peaks: since the last :meth:`Offloader.reset_peaks`), frozen."""
-
-    __slots__ = ()
-
-    def __init__(self, **counters: Any) -> None:
-        values = _DEFAULTS | counters
-        if len(values) > len(_DEFAULTS):
-            raise TypeError(f"OffloadStats has no {', '.join(counters.keys() - _DEFAULTS.keys())}")
-        for put, value in zip(_SETTERS, values.values(), strict=True):  # past __setattr__: several times in each step
-            put(self, value)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if hasattr(self, name):  # what copies an object sets each once
-            raise FrozenInstanceError(f"cannot assign to field {name!r}")
-        super().__setattr__(name, value)
+        """Return a copy."""
+        return copy(self)
 
     def __add__(self, other: OffloadStats) -> OffloadStats:
         """Add all counters: the cache, weights and optimizers each count their own part."""
-        return OffloadStats(**dict(zip(_NAMES, map(add, _values_of(self), _values_of(other)), strict=True)))
+        return OffloadStats(**{name: getattr(self, name) + getattr(other, name) for name in _NAMES})
 
 
-_DEFAULTS = {field.name: field.default for field in fields(Counters)}
-_NAMES = tuple(_DEFAULTS)
-_SETTERS = tuple(getattr(Counters, name).__set__ for name in _NAMES)
-_values_of: Callable[[Counters], tuple[Any, ...]] = attrgetter(*_NAMES)
+_NAMES = [field.name for field in fields(OffloadStats)]
 
 
 @dataclass(frozen=True, slots=True)

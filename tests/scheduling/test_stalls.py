@@ -7,7 +7,7 @@ from lightning_ssd.activations import tensor_cache
 from lightning_ssd.scheduling.clock import HostClock
 from lightning_ssd.scheduling.stalls import Stalls
 from lightning_ssd.telemetry.events import EventLog, StallEvent
-from lightning_ssd.telemetry.stats import Counters
+from lightning_ssd.telemetry.stats import OffloadStats
 from tests.support.opened import offloader_in
 
 
@@ -30,7 +30,7 @@ class Device(HostClock):
 class Told:
     def __init__(self):
         self.device = Device()
-        self.counters, self.events, self.num_late = Counters(), EventLog(), 0
+        self.counters, self.events, self.num_late = OffloadStats(), EventLog(), 0
         self.stalls = Stalls(self.device, self.counters, self.events, self._late_read)
 
     def _late_read(self):
