@@ -15,7 +15,7 @@ import torch
 
 from lightning_ssd._environment import Environment
 from lightning_ssd.activations.hooks import Tiers
-from lightning_ssd.common.accelerators import device_types, locks_host_memory, what_is_missing
+from lightning_ssd.common.accelerators import device_types, locks_host_memory
 from lightning_ssd.common.formatting import escape_control
 from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.status_line import StatusLine
@@ -317,11 +317,11 @@ def _refuse_parameters(policy: OffloadPolicy, environment: Environment) -> None:
 
 
 def _refuse_other_devices(device: torch.device) -> None:
-    if (missing := what_is_missing(device)) is not None:
-        others = ", ".join(repr(kind) for kind in device_types() if kind != device.type)
+    if device.type not in device_types():
         raise ConfigError(
-            f"device={str(device)!r}: nothing would be moved from there, because {missing}. Use another device "
-            f"({others}), or write activations='keep' and optimizer_states='keep', which only count"
+            f"device={str(device)!r}: nothing would be moved from there. Use another device "
+            f"({', '.join(map(repr, device_types()))}), or write activations='keep' and optimizer_states='keep', which "
+            "only count"
         )
 
 

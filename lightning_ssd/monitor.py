@@ -321,8 +321,7 @@ class OffloadMonitor(Callback):
 def _over_ranks(row: dict[str, float], trainer: pl.Trainer) -> dict[str, float]:
     """Merge the rows of all processes; each calls this, and one collective brings them together."""
     device = trainer.strategy.root_device
-    precision = torch.float32 if device.type == "mps" else torch.float64
-    mine = torch.tensor([row.get(metric.key, math.nan) for metric in METRICS], dtype=precision, device=device)
+    mine = torch.tensor([row.get(metric.key, math.nan) for metric in METRICS], dtype=torch.float64, device=device)
     table = trainer.strategy.all_gather(mine).tolist()
     rows = [
         {metric.key: value for metric, value in zip(METRICS, values, strict=True) if not math.isnan(value)}

@@ -16,7 +16,7 @@ from lightning_ssd._assembly import NOTHING, Components, assemble, open_state_fi
 from lightning_ssd._environment import Environment, host_budget_for
 from lightning_ssd.activations.parameter_filter import device_of
 from lightning_ssd.activations.tensor_cache import TensorCache
-from lightning_ssd.common.accelerators import accelerator_of, has_streams, with_index
+from lightning_ssd.common.accelerators import accelerator_of, with_index
 from lightning_ssd.common.collectives import AllReduceMin, have_same
 from lightning_ssd.common.dtensor import local_of
 from lightning_ssd.common.exit_guard import close_at_exit
@@ -189,7 +189,7 @@ class Offloader:
         if not self._host_budget.total_bytes:  # until a device makes it more than nothing
             self._host_budget = host_budget_for(device, self.hardware, self._num_local)
         if copies is None:
-            copies = StreamCopies(accelerator) if accelerator is not None and has_streams(device) else HostCopies()
+            copies = HostCopies() if accelerator is None else StreamCopies(accelerator)
         return Environment(
             hardware=self.hardware,
             device=device,

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from lightning_ssd.common.accelerators import Accelerator, accelerator_of, has_streams
+from lightning_ssd.common.accelerators import Accelerator, accelerator_of
 
 __all__ = ["Clock", "EventClock", "HostClock", "Stamp", "clock_of"]
 
@@ -81,4 +81,4 @@ class EventClock:
 def clock_of(device: torch.device) -> Clock:
     """The clock that tells when work on ``device`` is done."""
     accelerator = accelerator_of(device)
-    return HostClock() if accelerator is None or not has_streams(device) else EventClock(accelerator)
+    return HostClock() if accelerator is None else EventClock(accelerator)

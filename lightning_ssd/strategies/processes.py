@@ -39,7 +39,7 @@ def check_launch(strategy: Any, takes_it: str, device: torch.device) -> None:
         device: the device of this process.
     """
     name, num_processes = type(strategy).__name__, strategy.num_nodes * strategy.num_processes
-    if device.type not in device_types():  # a trial would start the device before a launch
+    if device.type not in device_types():
         raise ConfigError(
             f"{name} got a device of type {device.type!r}, and can only offload from "
             f"{', '.join(map(repr, device_types()))}. Pass accelerator='cpu' or another strategy to {takes_it}"

@@ -48,7 +48,7 @@ class SSDOffloadStrategy(OffloadMixin, SingleOrDDPStrategy):
         hardware: says where to; default: ``$LIGHTNING_SSD_PATHS``, else the Trainer's ``default_root_dir``.
         log_metrics: give the numbers of :data:`~lightning_ssd.telemetry.metrics.METRICS` to the Trainer's loggers, and
             print the verdict, also if no :class:`~lightning_ssd.monitor.OffloadMonitor` is among the callbacks.
-        accelerator: set by the Trainer; CPU and CUDA are supported, others where Lightning provides them.
+        accelerator: set by the Trainer; CPU and CUDA are supported.
         parallel_devices: set by the Trainer.
         cluster_environment: how processes find each other; default: detected.
         checkpoint_io: writes and reads checkpoints, which are ordinary ones; default: Lightning's.

@@ -1,4 +1,4 @@
-"""Trainings on a device that PyTorch knows as one, through the generic words, where the host cannot touch its memory.
+"""Trainings on a device that PyTorch knows as one, and where the host cannot touch its memory.
 
 Each runs in a process of its own, which a wrong access of the host ends.
 """

@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import os
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -17,6 +17,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
+from lightning_ssd.common import accelerators
+from lightning_ssd.common.accelerators import Accelerator
 from lightning_ssd.common.tensors import Region, StorageKey, TensorSpec
 from lightning_ssd.tiers.copy_paths import storage_bytes
 from tests.support.pretended import PretendedDevice
@@ -191,21 +193,21 @@ def _ours(value):
 
 
 class Streams:
-    """In the place of ``torch.Stream``, ``torch.Event`` and the current stream of ``torch.accelerator``."""
+    """Streams and events of the device, as PyTorch's own look."""
 
     def __init__(self, device):
         self._device = device
         self._names = ["main"]
 
-    def stream(self, device):
+    def stream(self):
         name = f"copies {len(self._names)}"
         self._device.copy_streams.add(name)
         return self._named(name)
 
-    def event(self, device, *, enable_timing=False):
+    def event(self):
         return Event(self._device, self)
 
-    def current_stream(self, device):
+    def current_stream(self):
         return self._named(self._device.current)
 
     def set_stream(self, stream):
@@ -225,6 +227,37 @@ class Streams:
         made = _Stream(stream_id=self._names.index(name), device_index=0, device_type=_DEVICE_TYPE)
         made.streams = self
         return made
+
+
+def _accelerator(memory, streams):
+    """The class of what the package calls the device by."""
+
+    class BackendAccelerator(Accelerator):
+        locks_host_memory = False
+        as_current = staticmethod(nullcontext)
+        new_stream = staticmethod(streams.stream)
+        event = timing_event = staticmethod(streams.event)
+        current_stream = staticmethod(streams.current_stream)
+        allocated_bytes = staticmethod(memory.allocated_bytes)
+        is_capturing = may_have_graphs = staticmethod(bool)
+        memory_stats = staticmethod(dict)
+        empty_cache = reset_peak = free_bytes = allowed_bytes = staticmethod(lambda: None)
+
+        @contextmanager
+        def using(self, stream):
+            before = streams.current_stream()
+            streams.set_stream(stream)
+            try:
+                yield
+            finally:
+                streams.set_stream(before)
+
+        def synchronize(self):
+            event = streams.event()
+            event.record(streams.current_stream())
+            event.synchronize()
+
+    return BackendAccelerator
 
 
 class _Stream(torch.Stream):
@@ -274,11 +307,6 @@ class _Module(_DummyBackendModule):
         return [torch.bfloat16]
 
 
-def _made_by(make):
-    """A type, as others name it in annotations, whose objects are made by ``make``."""
-    return type("Pretended", (), {"__new__": lambda cls, *args, **kwargs: make(*args, **kwargs)})
-
-
 def _clone(storage):
     """In the place of one that takes memory from no operator."""
     return storage_bytes(storage, 0, storage.nbytes()).clone().untyped_storage()
@@ -299,11 +327,7 @@ def pretended_backend(*, seed=0, lag_s=0.002):
     with pytest.MonkeyPatch.context() as patch:
         poison_what_is_freed(patch, device)
         patch.setattr(torch.UntypedStorage, "clone", _clone)
-        patch.setattr(torch, "Stream", _made_by(streams.stream))
-        patch.setattr(torch, "Event", _made_by(streams.event))
-        patch.setattr(torch.accelerator, "current_stream", streams.current_stream)
-        patch.setattr(torch.accelerator, "set_stream", streams.set_stream)
-        patch.setattr(torch.accelerator, "memory_allocated", lambda _: memory.allocated_bytes())
+        patch.setitem(accelerators._KINDS, NAME, _accelerator(memory, streams))
         try:
             yield device
         finally:

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_ssd.common.accelerators import Accelerator, CudaAccelerator
+from lightning_ssd.common.accelerators import Accelerator
 from lightning_ssd.errors import OffloaderClosedError, StorageError
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog, TransferEvent
@@ -187,10 +187,9 @@ class TestNumbers:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnCuda:
-    @pytest.mark.parametrize("kind", [Accelerator, CudaAccelerator])
-    def test_exact_behind_a_busy_stream(self, kind):
+    def test_exact_behind_a_busy_stream(self):
         device = torch.device("cuda", torch.cuda.current_device())
-        accelerator = kind(device)
+        accelerator = Accelerator(device)
         copies = StreamCopies(accelerator)
         tier = HostTier(512 * MIB, copies, pin=accelerator.locks_host_memory, events=EventLog())
         owners = []
@@ -217,7 +216,7 @@ class TestOnCuda:
     @pytest.mark.parametrize("is_ahead", [False, True])
     def test_memory_is_pinned(self, is_ahead):
         device = torch.device("cuda", torch.cuda.current_device())
-        copies, ahead = StreamCopies(CudaAccelerator(device)), device if is_ahead else None
+        copies, ahead = StreamCopies(Accelerator(device)), device if is_ahead else None
         tier = HostTier(64 * MIB, copies, pin=True, ahead=ahead, events=EventLog())
         tier.lock_ahead(8 * MIB)
         wait_until(lambda: tier.capacity_bytes >= 8 * MIB)
