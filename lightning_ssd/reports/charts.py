@@ -17,7 +17,6 @@ __all__ = [
     "lifetimes",
     "memory_over_step",
     "over_run",
-    "overhead_over_run",
     "step_charts",
     "trade_off",
     "transfers",
@@ -198,46 +197,6 @@ def over_run(rows: Sequence[Mapping[str, float]]) -> Chart:
     return Chart(key="over_run", title=title, x_title=x_title, y_title=unit, series=tuple(series))
 
 
-def overhead_over_run(rows: Sequence[Mapping[str, float]]) -> Chart:
-    """Draw what moving cost the passes that followed a plan, by cause, under what was predicted.
-
-    Args:
-        rows: with ``step`` and keys of the metrics' table.
-    """
-    planned = [row for row in rows if _MEASURED in row and _PREDICTED in row]
-    steps = tuple(row["step"] for row in planned)
-    # Those of updates are not the pass' own.
-    causes: tuple[tuple[tuple[str, ...], str, Role], ...] = (
-        (("io/cpu_s",), "CPU of workers, page faults", "other"),
-        (("io/hook_s",), "hooks", "activations"),
-        (("io/stall_forward_s", "io/stall_backward_s"), "stalls", "wait"),
-    )
-    seconds = [[sum(row.get(key, 0.0) for key in keys) for keys, _, _ in causes] for row in planned]
-    series = [
-        Series(
-            name=name,
-            role=role,
-            x=steps,
-            y=tuple(
-                100 * row[_MEASURED] * took_s[number] / max(sum(took_s), 1e-9)
-                for row, took_s in zip(planned, seconds, strict=True)
-            ),
-            kind="area",
-        )
-        for number, (_, name, role) in enumerate(causes)
-    ]
-    predicted = Series(
-        name="predicted", role="keep", x=steps, y=tuple(100 * row[_PREDICTED] for row in planned), kind="dashed"
-    )
-    return Chart(
-        key="overhead_over_run",
-        title="What moving cost, relative to a pass without it",
-        x_title="optimizer step",
-        y_title="%",
-        series=(*series, predicted) if planned else (),
-    )
-
-
 def trade_off(points: Iterable[tuple[str, str, float, float]]) -> Chart:
     """Draw time over peak, a point for each run of a sweep. Lower and further left is better.
 
@@ -256,7 +215,6 @@ def trade_off(points: Iterable[tuple[str, str, float, float]]) -> Chart:
     return Chart(key="trade_off", title=title, x_title=x_title, y_title=y_title, series=tuple(series))
 
 
-_MEASURED, _PREDICTED = "plan/overhead_ratio", "plan/predicted_overhead_ratio"
 _MEMORY = "Memory over one step"
 _SECONDS = "seconds since the step began"
 _WAITS = "training waits"

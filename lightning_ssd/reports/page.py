@@ -9,7 +9,7 @@ from html import escape
 from lightning_ssd.common.formatting import format_sizes, pluralize
 from lightning_ssd.config import HardwareProfile, OffloadPolicy
 from lightning_ssd.reports.adviser import advise
-from lightning_ssd.reports.charts import Chart, over_run, overhead_over_run, step_charts
+from lightning_ssd.reports.charts import Chart, over_run, step_charts
 from lightning_ssd.reports.drawing import draw_svg
 from lightning_ssd.reports.run_report import RunReport
 from lightning_ssd.telemetry.metrics import NUM_DRIVES
@@ -39,8 +39,8 @@ td + td, th + th { text-align: right }
 def report_charts(report: RunReport) -> list[Chart]:
     """All pictures of a run: its last recorded step, then memory over the run."""
     charts = step_charts(report.record) if report.record is not None else []
-    if len(report.rows) > 1:
-        charts += [chart for chart in (over_run(report.rows), overhead_over_run(report.rows)) if chart.series]
+    if len(report.rows) > 1 and (peaks := over_run(report.rows)).series:
+        charts.append(peaks)
     return charts
 
 
@@ -61,7 +61,7 @@ def render_page(report: RunReport) -> str:
             f'<p class="faint">{escape(_facts(report))}</p>',
             *(f"<p>{escape(line)}</p>" for line in report.summary.splitlines()),
             _section("Did it fit?", _fit(report)),
-            _section("What did it cost?", _cost(report), pictures.get("overhead_over_run")),
+            _section("What did it cost?", _cost(report)),
             _section("Where is the memory?", "", pictures.get("memory_over_step"), pictures.get("over_run")),
             _section("Did the drives' work hide behind the model's?", _overlap(report), pictures.get("transfers")),
             _section("What became of the largest saved tensors?", "", pictures.get("lifetimes")),

@@ -7,7 +7,6 @@ import pytest
 from lightning_ssd.reports.charts import (
     memory_over_step,
     over_run,
-    overhead_over_run,
     step_charts,
     trade_off,
     transfers,
@@ -56,31 +55,6 @@ def test_gradients_are_told_apart_where_somebody_could_look():
     assert sum(value for name, value in at.items() if name != "with all activations kept") == pytest.approx(700 - base)
 
 
-COSTLY = {
-    "step": 3.0,
-    "io/stall_s": 9.1,
-    "io/stall_forward_s": 0.06,
-    "io/stall_backward_s": 0.04,
-    "io/hook_s": 0.2,
-    "io/cpu_s": 0.1,
-    "plan/overhead_ratio": 0.04,
-    "plan/predicted_overhead_ratio": 0.03,
-}
-
-
-def test_overhead_is_shown_by_cause_and_as_predicted():
-    unplanned = {"step": 1.0, "io/stall_s": 0.1, "io/hook_s": 0.2, "io/cpu_s": 0.1}
-    free = {"step": 2.0, "plan/overhead_ratio": 0.0, "plan/predicted_overhead_ratio": 0.0}
-    chart = overhead_over_run([unplanned, free, COSTLY])
-    assert {one.name: one.y for one in chart.series} == {
-        "CPU of workers, page faults": pytest.approx((0.0, 1.0)),
-        "hooks": pytest.approx((0.0, 2.0)),
-        "stalls": pytest.approx((0.0, 1.0)),
-        "predicted": pytest.approx((0.0, 3.0)),
-    }
-    assert not overhead_over_run([unplanned]).series
-
-
 CHARTS = [
     *step_charts(made_record()),
     transfers(made_record(moves=(), waits=(Wait(0.1, 0.2),))),
@@ -90,7 +64,6 @@ CHARTS = [
             {"step": 2.0, "memory/device_peak_gib": 2.0, "memory/activations_saved_peak_gib": 1.0},
         ]
     ),
-    overhead_over_run([COSTLY, COSTLY | {"step": 4.0}]),
     trade_off(
         [("gpt", "keep", 4.0, 1.0), ("bert", "keep", 8.0, 3.0), ("gpt", "ssd", 1.0, 1.1), ("bert", "ssd", 2.0, 3.3)]
     ),
