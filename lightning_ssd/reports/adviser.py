@@ -191,23 +191,6 @@ def _wears(report: RunReport) -> str | None:
     )
 
 
-def _slower_than_told(report: RunReport) -> str | None:
-    """Another disk than the one that the profile describes, or a data sheet that says what no drive keeps up."""
-    hardware = report.hardware or {}
-    num_drives = max(len(hardware.get("paths") or ()), 1)
-    for name, found in (("write_rate", "write_bytes_per_s"), ("read_rate", "read_bytes_per_s")):
-        told, rate = hardware.get(name), report.machine.get(found)
-        if told is None or not rate or report.num_processes > 1:  # which share the drives
-            continue
-        expected = num_drives * parse_size(told)
-        if rate < _HALF * expected:
-            return (
-                f"The drives give {rate / 1e9:.2g} GB/s where HardwareProfile.{name} promises {expected / 1e9:.2g}: "
-                "is another disk mounted there? `lightning-ssd bench` tells what they do."
-            )
-    return None
-
-
 _RULES: tuple[Callable[[RunReport], str | None], ...] = (
     _failures,
     _unusable,
@@ -216,7 +199,6 @@ _RULES: tuple[Callable[[RunReport], str | None], ...] = (
     _reads_limit,
     _writes_limit,
     _update_waits,
-    _slower_than_told,
     _costs_more,
     _lacks_whole_pages,
     _wears,

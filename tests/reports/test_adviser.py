@@ -88,8 +88,6 @@ METRICS = made_report().metrics
             "Of 4.0 MiB sent away, 1.0 MiB never left",
         ),
         ({"unusable": "it is full", "stats": {**STATS, "bytes_written": 0}}, "because it is full"),
-        ({"hardware": {"paths": ["/a", "/b"], "read_rate": "3GB"}}, "promises 6: is another disk"),
-        ({"hardware": {"write_rate": "2.1GB"}}, "HardwareProfile.write_rate promises 2.1"),
         ({"policy": None}, 'Trainer(strategy="ssd_offload")'),
         ({"policy": {**POLICY, "activations": "keep"}}, 'activations="auto" moves what pays'),
         (
