@@ -7,13 +7,12 @@ because ``repr`` prints what the user wrote, and read with :func:`parse_size`.
 from __future__ import annotations
 
 import difflib
-import functools
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from lightning_ssd.common.validation import Size, parse_size, refuse_misread
 from lightning_ssd.errors import ConfigError
@@ -47,24 +46,6 @@ def from_section(kind: type[_T], found: object, section: str) -> _T:
     return kind(**found)
 
 
-def _names_settings(kind: type[_T]) -> type[_T]:
-    """Let the ``TypeError`` for a name that is no setting of a dataclass tell the nearest one, and all."""
-    init: Any = kind.__init__
-    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-
-    @functools.wraps(init)
-    def __init__(self: object, **settings: Any) -> None:
-        for name in (one for one in settings if one not in names):
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            got = f"{kind.__name__}.__init__() got an unexpected keyword argument {name!r}"
-            raise TypeError(f"{got}. {hint}Settings are {', '.join(names)}")
-        init(self, **settings)
-
-    kind.__init__ = __init__  # type: ignore[method-assign]
-    return kind
-
-
 def _check_choice(owner: str, name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         near = difflib.get_close_matches(str(value).lower(), [one for one in allowed if isinstance(one, str)], n=1)
@@ -91,7 +72,6 @@ def _as_tuple(name: str, value: object, valid: str) -> tuple[object, ...]:
     return tuple(value)
 
 
-@_names_settings
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadPolicy:
     """Say what is offloaded, and how much slower a step may get for it. The defaults need no change."""
@@ -282,7 +262,6 @@ class OffloadPolicy:
         return parse_size(self.min_tensor_bytes)
 
 
-@_names_settings
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
     """Say where offloaded bytes go, and how fast the drives are."""
