@@ -21,11 +21,9 @@ class TransferEvent:
 
     direction: Direction
     nbytes: int
-    queued_s: float
     start_s: float
     end_s: float
     tier: str = "ssd"
-    urgent: bool = False
     failed: bool = False
     drive: int | None = None
     """Number of the directory among those of its tier; ``None``: it has but one."""

@@ -164,7 +164,6 @@ class _Open:
     module: str
     left_s: float | None = None
     away: list[tuple[float, float]] | None = None
-    fate: Fate = "kept"
 
 
 class StepRecorder:

@@ -69,7 +69,6 @@ class Transfer(ABC):
         self.direction: Direction = direction
         self.nbytes = nbytes
         self.urgent = urgent
-        self.queued_s = time.perf_counter()
         self.start_s = 0.0
         self.error: BaseException | None = None
         self._fault: BaseException | None = None
@@ -534,11 +533,9 @@ class TransferQueue:
                 TransferEvent(
                     direction=transfer.direction,
                     nbytes=nbytes,
-                    queued_s=transfer.queued_s,
                     start_s=transfer.start_s,
                     end_s=time.perf_counter(),
                     tier=self._tier,
-                    urgent=transfer.urgent,
                     failed=has_failed,
                     drive=drive,
                 )

@@ -64,7 +64,7 @@ def test_overlap_ratio_is_a_ratio(stalls, transfers):
 
 
 def transfer(direction, nbytes, start, end, **more):
-    return TransferEvent(direction, nbytes, queued_s=start, start_s=start, end_s=end, **more)
+    return TransferEvent(direction, nbytes, start_s=start, end_s=end, **more)
 
 
 EVENTS = (
@@ -72,7 +72,7 @@ EVENTS = (
     transfer("write", GIB, 0.5, 2.0),
     transfer("write", 99 * GIB, 0.0, 9.0, failed=True),
     transfer("write", 7 * GIB, 2.0, 2.5, tier="host"),
-    transfer("read", 3 * GIB, 4.0, 5.0, urgent=True),
+    transfer("read", 3 * GIB, 4.0, 5.0),
     StallEvent(3 * GIB, 4.5, 5.0),
 )
 BEFORE = OffloadStats(bytes_written=GIB, bytes_read=GIB, stall_s=1.0, hook_s=0.125, cpu_s=0.25)
