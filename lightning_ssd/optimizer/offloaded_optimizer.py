@@ -8,7 +8,6 @@ bit for bit; last good copies that survive failed writes; and snapshots that cos
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import warnings
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.common.compiler import compiler_is_at_work
+from lightning_ssd.common.forks import OwnProcess
 from lightning_ssd.errors import ConfigError, OffloaderClosedError, StorageError
 from lightning_ssd.optimizer.checkpoint.loading import load_states
 from lightning_ssd.optimizer.checkpoint.state_dict import saved_states
@@ -101,7 +101,7 @@ class OffloadedOptimizer(Optimizer):
         self._live = LiveStates(self._states)
         self._num_steps = 0
         self._step_s = 0.0
-        self._pid = os.getpid()
+        self._process = OwnProcess()
         self._is_closed = self._is_handed_back = False
         self._stepping_thread: int | None = None
         self._broken: str | None = None
@@ -282,8 +282,10 @@ class OffloadedOptimizer(Optimizer):
     def _check_open(self) -> None:
         if self._is_closed:
             raise OffloaderClosedError("this optimizer's files are closed; load its state_dict() into another one")
-        if os.getpid() != self._pid:  # a fork has no worker threads, so that a wait for one would never end
-            raise StorageError(f"this optimizer's files are those of process {self._pid}; make it after the fork")
+        if not self._process.is_here:  # a fork has no worker threads, so that a wait for one would never end
+            raise StorageError(
+                f"this optimizer's files are those of process {self._process.pid}; make it after the fork"
+            )
 
     def _check_between_steps(self, name: str) -> None:
         """Raise during a step: some states are of this step, some of the last one, and the optimizer holds others."""
@@ -381,7 +383,7 @@ class OffloadedOptimizer(Optimizer):
         """
         if self._is_closed:
             return
-        if os.getpid() != self._pid:  # a fork: files and threads are the parent's
+        if not self._process.is_here:  # a fork: files and threads are the parent's
             self._is_closed = True
             return
         try:

@@ -8,7 +8,6 @@ class), before an offloaded optimizer uses it, and before any other use, which i
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd.common.forks import OwnProcess
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.sent_storages import is_in_other_processes
 from lightning_ssd.common.tensors import storage_of
@@ -52,7 +52,7 @@ class DeviceGradients:
         """Whether that of a parameter may wait, asked when its module is registered."""
         self._tiers = tiers
         self._min_nbytes = max(min_nbytes, 1)
-        self._pid = os.getpid()
+        self._process = OwnProcess()
         guard_patches.add_user(self.pager)
 
     def register_module(self, module: nn.Module) -> None:
@@ -88,7 +88,7 @@ class DeviceGradients:
 
     def accumulated(self, name: str, parameter: torch.Tensor) -> None:
         """Autograd has made or changed a gradient."""
-        if os.getpid() != self._pid or self.pager.is_closed or self.pager.parameter(id(parameter)) is not parameter:
+        if not self._process.is_here or self.pager.is_closed or self.pager.parameter(id(parameter)) is not parameter:
             return
         gradient = parameter.grad
         if gradient is not None and not self.pager.waits(gradient) and self._may_wait(gradient):

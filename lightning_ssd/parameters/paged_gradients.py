@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import sys
 import threading
 import warnings
@@ -21,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.common.dtensor import is_shard, local_of
+from lightning_ssd.common.forks import OwnProcess
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.method_patch import MethodPatch
 from lightning_ssd.common.tensors import Region, TensorSpec, holders
@@ -71,7 +71,7 @@ class PagedGradients:
         self._retired: list[MappedStorage] = []
         """Memory that the program still had when its parameter needed some."""
         self._has_warned = self._is_closed = False
-        self._pid = os.getpid()
+        self._process = OwnProcess()
         # Guards the exchange of memory against closing; again from a signal handler. A leaf lock but for the arenas'.
         self._lock = threading.RLock()
 
@@ -121,7 +121,7 @@ class PagedGradients:
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """Autograd has made or changed a gradient."""
         gradient = parameter.grad
-        if gradient is None or gradient.requires_grad or not self._takes(gradient) or os.getpid() != self._pid:
+        if gradient is None or gradient.requires_grad or not self._takes(gradient) or not self._process.is_here:
             return  # the last: the files are the parent's
         storage = gradient.untyped_storage()
         mapped = self._memory.get(id(parameter))
@@ -149,7 +149,7 @@ class PagedGradients:
             group: FSDP2's.
             made: numbers of the parameters whose gradients it has just made, and nothing else has.
         """
-        if os.getpid() != self._pid or all(id(parameter) in self._staying for parameter in _parameters_of(group)):
+        if not self._process.is_here or all(id(parameter) in self._staying for parameter in _parameters_of(group)):
             return
         moving = []
         for parameter, gradient in _gradients_of(group):

@@ -22,6 +22,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import torch
 
 from lightning_ssd.common.dtensor import local_of
+from lightning_ssd.common.forks import OwnProcess
 from lightning_ssd.common.tensors import StorageKey, storage_of
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.errors import OffloaderClosedError, forget_frames
@@ -118,7 +119,7 @@ class Pager(ABC, Generic[Memory]):
         self.has_told_of_splits = False
         """Whether the user knows that compiled code is divided where weights come."""
         self._window_bytes: int | None = None
-        self._pid = os.getpid()
+        self._process = OwnProcess()
         # Guards units and what is counted. A leaf lock; again from a signal handler, which may come while it is held.
         self._lock = threading.RLock()
         self._requests: queue.SimpleQueue[tuple[Unit[Memory], Latch] | None] = queue.SimpleQueue()
@@ -201,10 +202,10 @@ class Pager(ABC, Generic[Memory]):
             OffloaderClosedError: this is a fork of the process that they belong to.
         """
         if self.is_closed:
-            if os.getpid() != self._pid:
+            if not self._process.is_here:
                 raise OffloaderClosedError(
-                    f"the weights of {unit.name or 'the model'} wait on a drive for process {self._pid}, and this is "
-                    f"its fork {os.getpid()}, where they cannot be read; copy the model before the fork "
+                    f"the weights of {unit.name or 'the model'} wait on a drive for process {self._process.pid}, and "
+                    f"this is its fork {os.getpid()}, where they cannot be read; copy the model before the fork "
                     "(copy.deepcopy), or start processes by spawn"
                 )
             return

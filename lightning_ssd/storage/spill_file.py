@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lightning_ssd.common.forks import OwnProcess
 from lightning_ssd.errors import (
     FULL_ERRNOS,
     OffloaderClosedError,
@@ -66,7 +67,7 @@ class Arena:
         """Whether the system may have lost bytes on their way to it."""
         self.is_sparse = False
         """Whether the file system cannot set space aside, so that it may be full when bytes come."""
-        self._pid = os.getpid()
+        self._process = OwnProcess()
         self._extents = ExtentAllocator(block_bytes)
         self._full_until = 0.0
         self._refused_bytes = 0
@@ -87,7 +88,7 @@ class Arena:
     @property
     def used_bytes(self) -> int:
         """Bytes in extents that are lent."""
-        if os.getpid() == self._pid:
+        if self._process.is_here:
             with self._lock:
                 self._extents.merge_returned()
         return self._extents.used_bytes
@@ -209,12 +210,12 @@ class Arena:
         Raises:
             ValueError: if one is not lent: freed twice, or from another arena.
         """
-        if not self._closed and os.getpid() == self._pid:
+        if not self._closed and self._process.is_here:
             self._extents.free(*[extent for extent in extents if extent.nbytes])
 
     def close(self) -> None:
         """Give file and space back to the system. Idempotent; takes effect when the last transfer is done."""
-        if os.getpid() != self._pid:
+        if not self._process.is_here:
             # The lock may have been taken by another thread at the fork: it is never released in this process.
             if not self._closed:
                 self._closed = True
@@ -233,14 +234,14 @@ class Arena:
             raise OffloaderClosedError(
                 f"the spill file in {self.directory} is closed; open the offloader again to use it"
             )
-        if os.getpid() != self._pid:
+        if not self._process.is_here:
             raise StorageError(
-                f"the spill file in {self.directory} was opened by process {self._pid} and cannot be shared with its "
-                f"child {os.getpid()}: both would hand out the same extents. Open the offloader after the fork"
+                f"the spill file in {self.directory} was opened by process {self._process.pid} and cannot be shared "
+                f"with its child {os.getpid()}: both would hand out the same extents. Open the offloader after the fork"
             )
 
     def _release(self) -> None:
-        if not self._is_mapped and os.getpid() == self._pid:
+        if not self._is_mapped and self._process.is_here:
             # Forked processes (workers of a DataLoader) have the file open too, and would keep its space.
             with suppress(OSError):
                 os.ftruncate(self._fd, 0)

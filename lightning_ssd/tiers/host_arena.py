@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from lightning_ssd.common.forks import OwnProcess
 from lightning_ssd.common.interrupts import deferring_interrupts
 from lightning_ssd.common.rounding import round_up
 from lightning_ssd.common.task import Task
@@ -54,7 +55,7 @@ class HostArena:
         host_budget = HostMemoryBudget(room) if isinstance(room, int) else room
         self._share = host_budget.share()
         self._limit_bytes = host_budget.total_bytes
-        self._pid = os.getpid()
+        self._process = OwnProcess()
         self._extents = ExtentAllocator(PAGE_BYTES)
         self._ahead = ahead
         # Guards extents, slabs, limit, block and the six below. Held for arithmetic and one quick system call. Order:
@@ -76,11 +77,6 @@ class HostArena:
         self._block: MappedBlock | None = MappedBlock(max(host_budget.total_bytes, PAGE_BYTES), usable=False)
 
     @property
-    def is_foreign(self) -> bool:
-        """Whether this is a forked child, which has not got the memory, and in which locks may be held for ever."""
-        return os.getpid() != self._pid
-
-    @property
     def capacity_bytes(self) -> int:
         """Most memory that it may have: what it has, and what others and the system leave; ahead, what it had when all
         that was wanted was locked.
@@ -97,7 +93,7 @@ class HostArena:
     @property
     def used_bytes(self) -> int:
         """Bytes in extents that are lent."""
-        if not self.is_foreign:
+        if self._process.is_here:
             with self._lock:
                 self._extents.merge_returned()
         return self._extents.used_bytes
@@ -136,7 +132,7 @@ class HostArena:
         Raises:
             ValueError: if one is not lent.
         """
-        if self._block is not None and not self.is_foreign:
+        if self._block is not None and self._process.is_here:
             self._extents.free(*[extent for extent in extents if extent.nbytes])
 
     def lock_ahead(self, nbytes: int) -> None:
@@ -147,7 +143,7 @@ class HostArena:
         Args:
             nbytes: in all.
         """
-        if self._ahead is None or nbytes <= self._wanted_bytes or self.is_foreign:
+        if self._ahead is None or nbytes <= self._wanted_bytes or not self._process.is_here:
             return
         with deferring_interrupts():
             with self._lock:
@@ -236,7 +232,7 @@ class HostArena:
 
     def close(self) -> None:
         """Give the memory back. It must not be copied from or to any more. Idempotent."""
-        if self.is_foreign:
+        if not self._process.is_here:
             return  # the memory is not in this process, and the locks may have been taken at the fork
         with self._lock:
             self._is_closing, locking = True, self._locking
@@ -254,10 +250,10 @@ class HostArena:
             locking.result()  # raises what has failed there, once
 
     def _opened(self) -> MappedBlock:
-        if self.is_foreign:
+        if not self._process.is_here:
             raise StorageError(
-                f"the host tier was opened by process {self._pid}; its child {os.getpid()} has not got its memory. "
-                "Open the offloader after the fork"
+                f"the host tier was opened by process {self._process.pid}; its child {os.getpid()} has not got its "
+                "memory. Open the offloader after the fork"
             )
         if self._block is None:
             raise OffloaderClosedError("the host tier is closed; open the offloader again to use it")

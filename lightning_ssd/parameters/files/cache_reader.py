@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import _thread
-import os
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from lightning_ssd.common.forks import OwnProcess
 from lightning_ssd.common.waiting import Latch
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 
@@ -31,7 +31,7 @@ class CacheReader:
     def __init__(self, num_drives: int = 1) -> None:
         self._requests = [queue.SimpleQueue[Sequence[Read] | None]() for _ in range(num_drives)]
         self._have_ended = [Latch() for _ in range(num_drives)]
-        self._pid = os.getpid()
+        self._process = OwnProcess()
         for drive, has_ended in enumerate(self._have_ended):
             try:
                 _thread.start_new_thread(self._serve, (drive,))
@@ -56,7 +56,7 @@ class CacheReader:
 
     def close(self) -> None:
         """Nothing is read any more. Idempotent; in a fork, which has no such thread, nothing to wait for."""
-        if os.getpid() == self._pid:
+        if self._process.is_here:
             for requests, has_ended in zip(self._requests, self._have_ended, strict=True):
                 requests.put(None)
                 has_ended.wait()

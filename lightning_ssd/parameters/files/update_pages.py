@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 from lightning_ssd.common.dtensor import local_of
+from lightning_ssd.common.forks import OwnProcess
 from lightning_ssd.common.tensors import Piece
 from lightning_ssd.memory.file_mapping import READ_BYTES, FileView
 from lightning_ssd.memory.host_room import HostRoom
@@ -48,7 +48,7 @@ class UpdatePages:
         self._files, self._room = files, room
         self._weights, self._gradients = (CacheReader(files.num_drives) for _ in range(2))
         self._scratch = FileView(READ_BYTES)
-        self._pid = os.getpid()
+        self._process = OwnProcess()
 
     @contextmanager
     def updating(self, now: Sequence[Piece], following: Sequence[Piece]) -> Iterator[None]:
@@ -57,7 +57,7 @@ class UpdatePages:
         Raises:
             StorageError: the drive refuses to read them. To touch them would end the process.
         """
-        if os.getpid() != self._pid:  # a fork, which has memory of its own
+        if not self._process.is_here:  # a fork, which has memory of its own
             yield
             return
         runs = list(_runs_of(now))
