@@ -210,6 +210,11 @@ class SavedPass:
         """Backward has run a block again."""
         self._cache.recomputed(self, sizes)
 
+    def block_tried(self, begin_s: float, end_s: float) -> None:
+        """Backward has run a block again on trial."""
+        if self.recorder is not None:
+            self.recorder.set_aside(begin_s, end_s)
+
     # -- storages ------------------------------------------------------------------------------------------------
 
     def expects_keep(self, book: ProfileBook, nbytes: int) -> bool:

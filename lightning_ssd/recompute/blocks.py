@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -71,6 +71,10 @@ class BlockObserver(Protocol):
         """Backward has run a block again, for the first time, which has saved storages of these sizes."""
         ...
 
+    def block_tried(self, begin_s: float, end_s: float) -> None:
+        """Backward has run a block again on trial, as no other pass does, between these readings of the clock."""
+        ...
+
     def block_inputs(self, nbytes: int) -> None:
         """Bytes of the storages under the tensors that the block was given, each storage once, without parameters."""
         ...
@@ -83,6 +87,14 @@ class _Active(threading.local):
 
 
 _NOBODY = _Active()  # its observer is never set, so that it does nothing
+
+
+class _Kinds(NamedTuple):
+    """Holds what blocks of one class have in common."""
+
+    warned: set[str]
+    trials: dict[type, Watched]
+    """The call of each class that was run again, or is to be in this pass."""
 
 
 class Blocks:
@@ -101,14 +113,14 @@ class Blocks:
     def __init__(self, modules: Mapping[str, nn.Module], *, full: bool = False, is_agreed: bool = False) -> None:
         self._active = _Active()
         self._wrappers: list[_Wrapper] = []
-        self._warned = set[str]()
+        self._kinds = _Kinds(set(), {})
         self._has_warned = False
         taken: set[nn.Module] = set()
         for name, module in modules.items():
             if module not in taken:
                 taken.add(module)
                 block = Recomputable(name=name, kind=type(module).__name__, full=full, is_agreed=is_agreed)
-                self._wrappers.append(_stand_in(block, module, self._active, self._warned))
+                self._wrappers.append(_stand_in(block, module, self._active, self._kinds))
 
     def __enter__(self) -> Blocks:
         return self
@@ -135,6 +147,8 @@ class Blocks:
         """Around a forward: tell ``observer`` of the blocks that run in this thread. An inner one takes over."""
         before = self._active.observer
         if before is None and observer.wants_inputs:
+            for kind in [kind for kind, trial in self._kinds.trials.items() if not trial.is_tried]:
+                del self._kinds.trials[kind]  # backward has not come there
             for wrapper in self._wrappers:
                 wrapper.begin_measuring()
         looks_for_bypassed = before is None and observer.recomputes_all and not self._has_warned
@@ -171,7 +185,7 @@ class Blocks:
         self._wrappers.clear()
 
 
-def _stand_in(block: Recomputable, module: nn.Module, active: _Active, warned: set[str]) -> _Wrapper:
+def _stand_in(block: Recomputable, module: nn.Module, active: _Active, kinds: _Kinds) -> _Wrapper:
     """Return the stand-in that a module had before, anew, or its first one.
 
     Dynamo guards on its identity: another one each time is compiled for again, until it gives up and compiles nothing.
@@ -180,9 +194,9 @@ def _stand_in(block: Recomputable, module: nn.Module, active: _Active, warned: s
         del _stand_ins[key]  # no callback of a weak reference does so: it would swallow an interrupt
     before = _stand_ins.get(id(module))
     if before is not None and before.is_free:
-        before.__init__(block, module, active, warned)  # type: ignore[misc]
+        before.__init__(block, module, active, kinds)  # type: ignore[misc]
         return before
-    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, active, warned)
+    _stand_ins[id(module)] = stand_in = _Wrapper(block, module, active, kinds)
     return stand_in
 
 
@@ -194,19 +208,19 @@ class _Wrapper(MethodPatch):
         "__dict__",
         "_active",
         "_block",
+        "_kinds",
         "_refusal",
-        "_warned",
         "_watched",
         "is_reached",
         "name",
     )
 
-    def __init__(self, block: Recomputable, module: nn.Module, active: _Active, warned: set[str]) -> None:
+    def __init__(self, block: Recomputable, module: nn.Module, active: _Active, kinds: _Kinds) -> None:
         self.name = block.name
         self.is_reached = False
         self._block = block
         self._active = active
-        self._warned = warned
+        self._kinds = kinds
         self._refusal: str | None = None
         self._watched: list[Watched] = []
         super().__init__(module, label=f"block {block.name!r}")
@@ -269,7 +283,10 @@ class _Wrapper(MethodPatch):
                 called = Called(module, self.__wrapped__, inputs, (args, kwargs), self._block, state)
                 if wants_recompute:
                     return recompute(called, observer.block_recomputed)
-                result, watched = watch(called)
+                has_trial = type(module) in self._kinds.trials
+                result, watched = watch(called, None if has_trial else observer.block_tried)
+                if watched.is_on_trial:
+                    self._kinds.trials[type(module)] = watched
                 self._watched.append(watched)
                 return result
             finally:
@@ -293,8 +310,8 @@ class _Wrapper(MethodPatch):
         kind = type(module).__name__
         # A block that checkpoints by itself has what it wants.
         is_told = blocker is not None or reason == self._block.changed  # by an error
-        if wanted and reason is not None and not is_told and kind not in self._warned:
-            self._warned.add(kind)
+        if wanted and reason is not None and not is_told and kind not in self._kinds.warned:
+            self._kinds.warned.add(kind)
             warnings.warn(f"block {self.name!r} ({kind}) is not recomputed: {reason}", stacklevel=4)
         return state if reason is None else None
 
@@ -305,8 +322,10 @@ class _Wrapper(MethodPatch):
 
     def why_not(self) -> str | None:
         """Why a call cannot be recomputed, as far as is known."""
+        trial = self._kinds.trials.get(type(self._module()))
+        verdict = trial.reason if trial is not None and trial.is_tried else None
         edited = next((watched.reason for watched in self._watched if watched.reason is not None), None)
-        return self._refusal or edited or self._block.changed
+        return self._refusal or edited or self._block.changed or verdict
 
 
 _stand_ins: dict[int, _Wrapper] = {}

@@ -10,7 +10,8 @@ autocast. What it leaves to its caller is done here:
   an effect on what the repetition saves, which is compared with what the call has saved (``fingerprint.py``). So
   gradients of this call are right. What the repetition changes there stays changed for the next step.
 
-Each error comes before any gradient of the call is used. A tensor given twice stays one; lists among the arguments that
+Each error comes before any gradient of the call is used. In a trial a call is kept and repeated as well; a difference
+is no error then (:func:`watch`). A tensor given twice stays one; lists among the arguments that
 the forward fills are filled once.
 """
 
@@ -19,6 +20,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -34,12 +37,15 @@ from lightning_ssd.common.accelerators import is_capturing
 from lightning_ssd.common.collectives import MeetingCount
 from lightning_ssd.common.inplace_edits import VersionProbe, inplace_error
 from lightning_ssd.common.rng import RandomStates, default_sources
+from lightning_ssd.common.tensors import TensorSpec, class_of
 from lightning_ssd.errors import ConfigError, OffloadError, RecomputeError
 from lightning_ssd.recompute.call_inputs import CallInputs, apart, fill, is_plain
 from lightning_ssd.recompute.call_state import CallState
 from lightning_ssd.recompute.fingerprint import Fingerprint
 
 __all__ = ["Called", "Recomputable", "Watched", "device_of", "recompute", "recompute_blocker", "watch"]
+
+_log = logging.getLogger(__name__)
 
 _MEETS = "its forward waits for other processes, which may not run it again"
 _ASKS = "it asks for gradients in its own forward (torch.autograd.grad, backward)"
@@ -120,7 +126,7 @@ def recompute(called: Called, told: Callable[[Iterable[int]], None] | None = Non
         ConfigError: the call has edited one of its inputs, which is needed again as it was, or another tensor.
     """
     block = called.block
-    call = _Call(called, told)
+    call = _Call(called, _Saved, _Saved.unpack, told)
     probes = _probes_of(called.inputs)
     pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
 
@@ -151,10 +157,13 @@ class Watched:
     Attributes:
         reason: why it had better not be; ``None``: nothing speaks against it, as far as is known. What others have
             edited is known once backward has reached the call, as a repetition would have met it.
+        is_on_trial: whether it is to run again then: backward needs something that it has saved.
+        is_tried: whether it did, so that ``reason`` holds for other blocks of its class, too.
     """
 
     def __init__(self, called: Called) -> None:
         self.reason: str | None = None
+        self.is_on_trial = self.is_tried = False
         self._block = called.block
         self._inputs = _probes_of(called.inputs)
         self._is_over = self._is_looked_at = False
@@ -166,10 +175,10 @@ class Watched:
         reason = reason if edits is None else f"{edits} is edited in place by it"
         self.reason, self._is_over = self.reason or reason, True
 
-    def look(self, state: CallState) -> None:
-        """Has anything been edited by now? The first time counts."""
+    def look(self, state: CallState) -> bool:
+        """Has anything been edited by now? Returns whether this is the first time, which counts, and nothing has."""
         if self._is_looked_at:
-            return
+            return False
         self._is_looked_at = True
         if not self._is_over:
             self.reason = _ASKS
@@ -177,22 +186,63 @@ class Watched:
             self.reason = self.reason or "an input of it is edited in place"
         else:
             self.reason = self.reason or state.change()
+        return self.reason is None
+
+    def run_again(self, repeat: Callable[[], object]) -> None:
+        """Note what differs in a repetition."""
+        try:
+            repeat()
+            self.is_tried = True
+        except RecomputeError:
+            self.reason, self.is_tried = self._block.changed, True
+            _log.warning(
+                "blocks of the class %s are kept, since one was run again: %s. What its forward changes elsewhere than "
+                "in its own modules, such as a generator of random numbers, was changed once more",
+                self._block.kind,
+                self.reason,
+            )
+        except Exception as error:
+            if not _ran_out(error):  # which says nothing of the block, and what backward needs was kept
+                raise
 
 
-def watch(called: Called) -> tuple[Any, Watched]:
-    """Run a module, and keep what it saves. Returns the result, and what shows whether it may be recomputed."""
-    watched, state, meetings = Watched(called), called.state, MeetingCount()
+def watch(called: Called, told: Callable[[float, float], None] | None = None) -> tuple[Any, Watched]:
+    """Run a module, and keep what it saves. Returns the result, and what shows whether it may be recomputed.
+
+    Args:
+        called: the module and its arguments.
+        told: the call is on trial: it runs again when backward reaches it, and this gets when that began and ended.
+    """
+    watched, state = Watched(called), called.state
     pack, unpack = _top_hooks(True) or (_as_it_is, _as_it_is)
+    holders: list[Any] = []  # the first of the checkpoint's: by it all is made again, and is held by no other
 
-    def look(packed: Any) -> Any:
-        watched.look(state)
+    def keep(tensor: torch.Tensor, holder: Any) -> Any:
+        if not holders:
+            holders.append(holder)
+        return pack(tensor)
+
+    def look(packed: Any, again: Callable[[Any], object] | None = None) -> Any:
+        if watched.look(state) and again is not None and told is not None:
+            begin_s = time.perf_counter()
+            watched.run_again(lambda: again(*holders))
+            told(begin_s, time.perf_counter())
         return unpack(packed)
 
-    with saved_tensors_hooks(pack, look) if pack is not _as_it_is else nullcontext():
-        result = called.run(*called.first[0], **called.first[1])
-    edits = state.settle()
-    state.release_graphs()
-    watched.settle(edits, has_met=meetings.has_grown)
+    if told is None:
+        meetings = MeetingCount()
+        with saved_tensors_hooks(pack, look) if pack is not _as_it_is else nullcontext():
+            result = called.run(*called.first[0], **called.first[1])
+        edits, has_met = state.settle(), meetings.has_grown
+        state.release_graphs()
+    else:
+        call = _Call(called, keep, look)
+        # Its inputs go past the hooks: other passes do not save them.
+        with saved_tensors_hooks(_copies(), _as_it_is):
+            result = call.begin(called.inputs)
+        edits, has_met = call.edits, call.has_met
+        watched.is_on_trial = bool(holders)
+    watched.settle(edits, has_met=has_met)
     return result, watched
 
 
@@ -209,10 +259,18 @@ class _Call:
 
     Args:
         called: the module and its arguments.
+        stand_in: makes what the graph holds of a saved tensor, of it and of what the checkpoint holds.
+        unpack: makes a tensor of that, by what the checkpoint does.
         told: see :func:`recompute`.
     """
 
-    def __init__(self, called: Called, told: Callable[[Iterable[int]], None] | None) -> None:
+    def __init__(
+        self,
+        called: Called,
+        stand_in: Callable[[torch.Tensor, Any], Any],
+        unpack: Callable[[Any, Callable[[Any], Any]], Any],
+        told: Callable[[Iterable[int]], None] | None = None,
+    ) -> None:
         inputs = called.inputs
         self.edits: str | None = None
         """After the first run: what it has edited in place that cannot be put back."""
@@ -226,6 +284,7 @@ class _Call:
         self._block, self._state = called.block, called.state
         self._saved = Fingerprint(full=self._block.full, weights=self._state.addresses)
         self._output: Fingerprint | None = None
+        self._stand_in, self._unpack = stand_in, unpack
         self._told = told
 
     def begin(self, inputs: CallInputs) -> Any:
@@ -242,7 +301,7 @@ class _Call:
             self._run_again(tensors)
             return None
         (args, kwargs), self._first = self._first, None
-        seen = _seen_by(self._saved, stand_in=_Saved, unpack=_Saved.unpack)
+        seen = _seen_by(self._saved, stand_in=self._stand_in, unpack=self._unpack)
         meetings = MeetingCount()
         try:
             with seen:
@@ -409,3 +468,23 @@ def _ran_out(error: Exception) -> bool:
 
 def _as_it_is(tensor: Any) -> Any:
     return tensor
+
+
+def _copies() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what gives an input over a copy of its storage.
+
+    Else the program would be found to hold what it lets go in other passes. Views of one storage get one copy.
+    """
+    copies: dict[int, torch.UntypedStorage] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if class_of(tensor) is not type(tensor):  # an offloaded weight: unpacked itself, it would have no memory
+            return tensor.detach().clone()
+        if not is_plain(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage._cdata not in copies:
+            copies[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
+        return TensorSpec.of(tensor).view(copies[storage._cdata])
+
+    return copied

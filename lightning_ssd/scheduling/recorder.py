@@ -194,6 +194,11 @@ class Recorder:
         self._look(begin_s, _NUM_LOOKED_AT)
         self._own.append((begin_s, self._now()))
 
+    def set_aside(self, begin_s: float, end_s: float) -> None:
+        """Leave a span of the host's clock out, in which something ran that other passes do not run."""
+        self._own.append((begin_s, end_s))
+        self._hooks.append((begin_s, end_s))
+
     def timed(self, hook: Callable[[_Argument], _Result]) -> Callable[[_Argument], _Result]:
         """Return a hook that does the same and tells us how long it took.
 

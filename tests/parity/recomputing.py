@@ -29,6 +29,7 @@ class Recomputing(Session):
         self.blocks = []
         self.calls = self.asked = self.depth = 0
         self.repeated = []
+        self.tried = []
         self.forward = False
         self.nbytes = []
 
@@ -79,6 +80,13 @@ class Recomputing(Session):
     def block_recomputed(self, sizes):
         """Parity counts repetitions by itself."""
 
+    def block_tried(self, begin_s, end_s):
+        """A trial is no repetition that counts."""
+        name = self.repeated[-1]
+        while self.repeated and self.repeated[-1] == name:
+            self.repeated.pop()
+        self.tried.append(name)
+
     def block_leaves(self):
         self.depth -= 1
 
@@ -95,6 +103,7 @@ def assert_recompute_parity(program, *, choices=(EVERY, SECOND), repeats=True, *
     silent = Recomputing(NONE, wants_inputs=True, **extra)
     assert_identical(outcome(program, silent), expected)
     assert not silent.repeated
+    assert bool(silent.tried) == repeats
     assert silent.nbytes
     return expected
 

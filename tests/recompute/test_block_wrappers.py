@@ -99,7 +99,80 @@ def test_edits_between_forward_and_backward_raise():
             losses[1].backward()
 
 
-# -- hooks of inputs -------------------------------------------------------------------------------------------------
+# -- a trial in a measured pass --------------------------------------------------------------------------------------
+
+FACTORS = [2.0]
+"""Out of reach of every block."""
+
+
+class Scales(Half):
+    def __init__(self):
+        super().__init__()
+        self.part = torch.nn.Tanh()
+        self.error = None
+
+    def forward(self, x, **_):
+        if self.error is not None and torch._C._current_autograd_node() is not None:
+            raise self.error
+        return self.part(self.linear(x) * FACTORS[-1]).sin()
+
+
+def measured_pass(blocks, model, *, before_backward=int):
+    """Returns how often each block ran, gradients, and the number of trials that were told of."""
+    watch, runs = Watch(wants_inputs=True), [0] * len(model)
+
+    def count(part, args):
+        runs[next(number for number, block in enumerate(model) if block.part is part)] += 1
+
+    handles = [block.part.register_forward_pre_hook(count) for block in model]
+    model.zero_grad()
+    with saved_tensors_hooks(lambda t: t, lambda t: t), blocks.observe(watch):
+        loss = model(torch.linspace(-1, 1, 12).view(2, 6)).sum()
+    before_backward()
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    return runs, [parameter.grad for parameter in model.parameters()], watch.num_trials
+
+
+def test_one_call_of_each_class_is_run_again_and_a_difference_keeps_the_class(caplog):
+    model = torch.nn.Sequential(Scales(), Scales(), Scales())
+    with Blocks({}) as none:
+        expected = measured_pass(none, model)[1]
+    found = {str(number): block for number, block in enumerate(model)}
+    with Blocks(found, may_recompute=False) as blocks:
+        assert_identical(measured_pass(blocks, model), ([1, 1, 1], expected, 0))
+    with Blocks(found) as blocks:
+        assert_identical(measured_pass(blocks, model), ([2, 1, 1], expected, 1))
+        assert_identical(measured_pass(blocks, model), ([1, 1, 1], expected, 0))
+        assert blocks.refused == {}
+    with Blocks(found) as blocks:
+        model[0].error = MemoryError()  # which tells nothing
+        assert_identical(measured_pass(blocks, model), ([1, 1, 1], expected, 1))
+        model[0].error = None
+        with caplog.at_level("INFO", logger="lightning_ssd"):
+            seen = measured_pass(blocks, model, before_backward=lambda: FACTORS.append(3.0))
+        assert "blocks of the class Scales are kept, since one was run again: the values of" in caplog.text
+        FACTORS.pop()
+        assert_identical(seen, ([2, 1, 1], expected, 1), "what was kept serves backward")
+        assert list(blocks.refused) == ["0", "1", "2"]
+        assert "is not put back, or does not repeat its bits" in blocks.refused["2"]
+        is_told = pytest.warns(UserWarning, match="block '1' .* is not recomputed: the values of saved tensor")
+        with is_told, blocks.observe(Watch(recompute=True)):
+            model(torch.ones(2, 6)).sum().backward()
+
+
+def test_a_trial_is_made_where_backward_comes():
+    model = torch.nn.Sequential(Scales(), Scales())
+    with Blocks({"0": model[0], "1": model[1]}) as blocks:
+        with blocks.observe(Watch(wants_inputs=True)):
+            model(torch.ones(2, 6))
+        model[0].requires_grad_(False)  # so that it saves nothing
+        assert measured_pass(blocks, model)[0] == [1, 2]
+
+
+SHOWN = set()
+"""Address and size of the memory of inputs, when a block runs again."""
 
 
 class Triples(Half):
@@ -109,6 +182,8 @@ class Triples(Half):
         for x in xs:
             x.register_hook(lambda gradient: gradient * 3)
             x.retain_grad()
+        if torch._C._current_autograd_node() is not None and type(xs[0]) is torch.Tensor:
+            SHOWN.update((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in xs)
         return torch.stack([self.linear(x).tanh() for x in xs]).sum(0)
 
 
@@ -127,6 +202,18 @@ def test_hooks_of_inputs_that_wrap_others_are_there_once(observed):
             assert blocks.refused == {}
         results.append([given.grad.a, inner.grad.a, *(p.grad.a for p in model.parameters())])
     assert_identical(results[0], results[1])
+
+
+def test_a_trial_copies_the_storage_of_its_inputs_once():
+    block, whole = Triples(), torch.rand(4000, 6, requires_grad=True)
+    SHOWN.clear()
+    with Blocks({"0": block}) as blocks, saved_tensors_hooks(lambda t: t, lambda t: t):
+        with blocks.observe(Watch(wants_inputs=True)):
+            loss = block(*torch.split(whole[2000:2100], 2)).sum()
+        loss.backward()
+    ((address, nbytes),) = SHOWN
+    assert address != whole.data_ptr()
+    assert nbytes == whole.nbytes
 
 
 # -- installing and removing -----------------------------------------------------------------------------------------

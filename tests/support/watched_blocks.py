@@ -17,6 +17,7 @@ class Watch:
         self.recompute = recompute
         self.wants_inputs = wants_inputs
         self.told = []
+        self.num_trials = 0
 
     def block_enters(self, name):
         self.told.append(name)
@@ -30,6 +31,10 @@ class Watch:
 
     def block_recomputed(self, sizes):
         """What is told of forward is enough."""
+
+    def block_tried(self, begin_s, end_s):
+        assert 0 < begin_s < end_s
+        self.num_trials += 1
 
     def block_leaves(self):
         self.told.append("left")
