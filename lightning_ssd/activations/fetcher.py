@@ -74,17 +74,17 @@ class Fetcher:
         copies: CopyEngine,
         tier: Tier | None,
     ) -> None:
-        self._budget = budget
+        self.budget = budget
         self._most_bytes = sys.maxsize  # that may be ahead
-        self._stalls = stalls
+        self.stalls = stalls
         self.is_closed = False
         self.failure: BaseException | None = None
         """The last read that failed for good."""
-        self._accounting = accounting
-        self._passes = passes
-        self._device = device
+        self.accounting = accounting
+        self.passes = passes
+        self.device = device
         self._clock = clock
-        self._copies = copies
+        self.copies = copies
         self._tier = tier
         self._consumed: deque[SavedStorage] = deque()
         self.given: deque[SavedStorage] = deque()
@@ -102,7 +102,7 @@ class Fetcher:
         start_s, is_noted = 0.0, False
         begin: Stamp = None
         while True:
-            with self._accounting.lock:
+            with self.accounting.lock:
                 if not is_noted:
                     self._asked_for(record)
                     self.note_given()
@@ -124,17 +124,17 @@ class Fetcher:
         if mark is not None and not mark.query():
             if begin is None:
                 start_s, begin = time.perf_counter(), self._clock.stamp()
-            self._copies.wait_on_current_stream(mark)
+            self.copies.wait_on_current_stream(mark)
         if begin is not None:
             end = self._clock.stamp()
-            with self._accounting.lock:
+            with self.accounting.lock:
                 self._stalled(record.nbytes, start_s, begin, end, for_read=True)
         return storage
 
     def _stalled(self, nbytes: int, start_s: float, begin: Stamp, end: Stamp, *, for_read: bool) -> None:
         """The training thread has waited. The lock is held."""
-        self._stalls.add(nbytes, start_s, begin, end, for_read=for_read)
-        self._passes.stalled(begin, end)
+        self.stalls.add(nbytes, start_s, begin, end, for_read=for_read)
+        self.passes.stalled(begin, end)
 
     def prune(self) -> None:
         """Forget storages whose graphs are gone. The lock is held."""
@@ -147,14 +147,14 @@ class Fetcher:
             if record.state is FREED:  # by now: nothing of it is left to note
                 continue
             if record.home is not None:
-                record.home.asked_for(record, 0.0, self._passes.book)
+                record.home.asked_for(record, 0.0, self.passes.book)
             self._note_one(record)
 
     def _note_one(self, record: SavedStorage) -> None:
         """Note an unpack; what all tensors of a storage have had by now need not stay."""
         if record.ahead:
             record.ahead = False
-            self._accounting.ahead_bytes -= record.nbytes
+            self.accounting.ahead_bytes -= record.nbytes
         record.num_unpacked += 1
         if record.num_unpacked >= record.num_tensors:
             self._consumed.append(record)
@@ -165,20 +165,20 @@ class Fetcher:
 
     def _asked_for(self, record: SavedStorage | KeptStorage) -> bool:
         """Backward asks for a storage; return whether it is the first one of its pass. The lock is held."""
-        self._accounting.settle()
+        self.accounting.settle()
         if (home := record.home) is None:
             return False
         is_first = not home.order
         if is_first:
             # Gradients and temporaries are to come, and know nothing of us.
-            available_bytes = self._passes.available()
+            available_bytes = self.passes.available()
             self._most_bytes = sys.maxsize if available_bytes is None else available_bytes // _SHARE
-        home.asked_for(record, time.perf_counter(), self._passes.book)
+        home.asked_for(record, time.perf_counter(), self.passes.book)
         return is_first
 
     def note_kept(self, record: KeptStorage) -> None:
         """Note that backward asks for a storage that has stayed; the first one begins the look ahead."""
-        with self._accounting.lock:
+        with self.accounting.lock:
             if self._asked_for(record):
                 self._advance(record)
 
@@ -191,7 +191,7 @@ class Fetcher:
         begin, start_s = self._clock.stamp(), time.perf_counter()
         with span("lightning_ssd::stall"):
             room.wait_for(_LONGEST_WAIT_S)
-        with self._accounting.lock:
+        with self.accounting.lock:
             self._stalled(nbytes, start_s, begin, self._clock.stamp(), for_read=False)
         return not self.is_closed
 
@@ -221,9 +221,9 @@ class Fetcher:
 
     def look_ahead(self, record: SavedStorage) -> None:
         """Bring up what backward wants after this storage. The caller holds no lock."""
-        with self._accounting.lock:
+        with self.accounting.lock:
             if self.given:
-                self._accounting.settle()
+                self.accounting.settle()
                 self.note_given()
             self._advance(record)
 
@@ -232,23 +232,23 @@ class Fetcher:
         current = record.home
         if current is None or self.is_closed:  # what is in memory may be had after the end
             return
-        if self._accounting.has_no_memory:
-            self._accounting.has_no_memory = False
-            self._budget.out_of_memory()
+        if self.accounting.has_no_memory:
+            self.accounting.has_no_memory = False
+            self.budget.out_of_memory()
         if not self._walk(current):
             return
         earlier = False
-        for other in reversed(self._passes):
+        for other in reversed(self.passes):
             if earlier and not self._walk(other):
                 return
             earlier = earlier or other is current
 
     def _walk(self, current: SavedPass) -> bool:
         """Return False when the budget is used up."""
-        order, records, cursor = current.expected_order(self._passes.book), current.records, current.cursor
-        group, group_bytes, accounting = list[SavedStorage](), 0, self._accounting
+        order, records, cursor = current.expected_order(self.passes.book), current.records, current.cursor
+        group, group_bytes, accounting = list[SavedStorage](), 0, self.accounting
         known = None if cursor is None else cursor.followed
-        budget = min(max(self._budget.nbytes, 0 if known is None else known.plan.ahead_bytes), self._most_bytes)
+        budget = min(max(self.budget.nbytes, 0 if known is None else known.plan.ahead_bytes), self._most_bytes)
         limit = None if cursor is None or cursor.limit_bytes is None else cursor.limit_bytes - cursor.reserve_bytes
         for position in range(current.next_ahead, len(order)):
             record = records[order[position]]
@@ -276,9 +276,9 @@ class Fetcher:
 
     def _fits(self, nbytes: int, limit_bytes: int) -> bool:
         """Return whether so much may come under a limit of what is in memory."""
-        if self._accounting.counters.resident_bytes + nbytes > limit_bytes:
-            self._accounting.sweep_all()
-        return self._accounting.counters.resident_bytes + nbytes <= limit_bytes
+        if self.accounting.counters.resident_bytes + nbytes > limit_bytes:
+            self.accounting.sweep_all()
+        return self.accounting.counters.resident_bytes + nbytes <= limit_bytes
 
     def _read_ahead(self, current: SavedPass, group: Sequence[SavedStorage], position: int) -> bool:
         """Queue the reads of storages that are wanted one after the other, as one job, and go on at a position.
@@ -288,12 +288,12 @@ class Fetcher:
         """
         if group:
             try:
-                SavedStorage.start_reads(group, self._device, urgent=False)
+                SavedStorage.start_reads(group, self.device, urgent=False)
             except (RuntimeError, MemoryError, OSError) as error:
                 if not is_out_of_memory(error):
                     raise
                 # No unpack waits for these yet: look less far ahead, and let the unpack ask for them.
-                self._budget.out_of_memory()
+                self.budget.out_of_memory()
                 return False
             SavedStorage.hold_ahead(group)
         current.next_ahead = position
@@ -306,7 +306,7 @@ class Fetcher:
         way are waited for, PyTorch's cache is emptied.
         """
         try:
-            record.start_reads([record], self._device, urgent=True)
+            record.start_reads([record], self.device, urgent=True)
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -314,13 +314,13 @@ class Fetcher:
             if dropped or reads:
                 return reads
             # Until a byte has come free, or no write is left that could free any.
-            resident_bytes = self._accounting.counters.resident_bytes
-            room = self._accounting.admit(1, resident_bytes)
-            if room is not None or self._accounting.counters.resident_bytes < resident_bytes:
+            resident_bytes = self.accounting.counters.resident_bytes
+            room = self.accounting.admit(1, resident_bytes)
+            if room is not None or self.accounting.counters.resident_bytes < resident_bytes:
                 return [] if room is None else room
-            if (accelerator := accelerator_of(self._device)) is not None:
+            if (accelerator := accelerator_of(self.device)) is not None:
                 accelerator.empty_cache()
-            record.start_reads([record], self._device, urgent=True)
+            record.start_reads([record], self.device, urgent=True)
         return None
 
     def _make_room(self, record: SavedStorage) -> Latch | None:
@@ -328,8 +328,8 @@ class Fetcher:
         cursor = None if record.home is None else record.home.cursor
         if cursor is None or cursor.limit_bytes is None:
             return None
-        self._accounting.sweep_all()
-        excess = self._accounting.counters.resident_bytes + record.nbytes - cursor.limit_bytes
+        self.accounting.sweep_all()
+        excess = self.accounting.counters.resident_bytes + record.nbytes - cursor.limit_bytes
         if excess <= 0:
             return None
         self._drop_ahead(excess)
@@ -347,12 +347,12 @@ class Fetcher:
             limit_bytes: of all that is in memory.
             wanted: what comes, if it comes back.
         """
-        if self._accounting.counters.resident_bytes + nbytes > limit_bytes:
+        if self.accounting.counters.resident_bytes + nbytes > limit_bytes:
             self._drop_consumed(wanted)
-        room = self._accounting.admit(nbytes, limit_bytes)
-        excess = self._accounting.counters.resident_bytes + nbytes - limit_bytes
+        room = self.accounting.admit(nbytes, limit_bytes)
+        excess = self.accounting.counters.resident_bytes + nbytes - limit_bytes
         if room is None and excess > 0 and self._evict(excess, wanted):
-            room = self._accounting.admit(nbytes, limit_bytes)
+            room = self.accounting.admit(nbytes, limit_bytes)
         return room
 
     def _drop_consumed(self, wanted: SavedStorage | None) -> None:
@@ -371,7 +371,7 @@ class Fetcher:
             return False
         home = None if wanted is None else wanted.home
         evicted = 0
-        for current in sorted(self._passes, key=lambda one: one is home):
+        for current in sorted(self.passes, key=lambda one: one is home):
             for record in current.records:
                 if evicted >= nbytes:
                     return True
@@ -387,10 +387,10 @@ class Fetcher:
         Returns:
             Whether any memory was given back, and the reads that must end before theirs can be.
         """
-        self._budget.out_of_memory()
+        self.budget.out_of_memory()
         under_way = [
             record.read
-            for current in self._passes
+            for current in self.passes
             for record in current.records
             if isinstance(record, SavedStorage) and record.ahead
             if record.state is READING and record.read is not None
@@ -403,7 +403,7 @@ class Fetcher:
         """Let go of so many bytes that were brought up before they were asked for; return what had been."""
         dropped: list[SavedStorage] = []
         dropped_bytes = 0
-        for current in self._passes:
+        for current in self.passes:
             for record in reversed(current.records):
                 if dropped_bytes >= nbytes:
                     return dropped
@@ -416,7 +416,7 @@ class Fetcher:
         return dropped
 
     def _raise_if_failed(self, record: SavedStorage) -> None:
-        with self._accounting.lock:
+        with self.accounting.lock:
             error, record.error = record.error, None
             if error is not None:
                 # The traceback of what is raised holds the graph, and the graph holds the record: neither the record

@@ -1,30 +1,28 @@
 """The saved-tensor hooks: pack on the way forward, unpack on the way back.
 
-Parameters and buffers are skipped by storage, whatever view they come in; small tensors and everything that is
-not a plain dense tensor of our device are kept; the rest goes to the tier once per storage and version, but for parts
-that are saved again when they have left. See ``saved_storage.py`` for the life of one storage, ``saved_pass.py`` for
-what one pass teaches the next, ``replay.py`` for what is known of a pass, and ``fetcher.py`` for what is brought up
-ahead.
+Parameters and buffers are skipped by storage, whatever view they come in. Small tensors are kept, and so is everything
+that is not a plain dense tensor of our device. The rest goes to the tier once per storage and version; parts that are
+saved after that go again. See ``saved_storage.py`` for the life of one storage, ``saved_pass.py`` for what one pass
+teaches the next, ``replay.py`` for what is known of a pass, and ``fetcher.py`` for what is brought up ahead.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.fetcher import Fetcher
 from lightning_ssd.activations.graph_memory import GraphMemory
 from lightning_ssd.activations.handed_out import HandedOut
 from lightning_ssd.activations.kept_storage import KeptStorage, Share, open_kept
 from lightning_ssd.activations.kept_tensor import Kept, give_back, keep
-from lightning_ssd.activations.live_passes import LivePasses
 from lightning_ssd.activations.operation import Operation
 from lightning_ssd.activations.parameter_filter import ParameterStorages
-from lightning_ssd.activations.replay import DATA_PARTS, MIN_DATA_BYTES
+from lightning_ssd.activations.replay import DATA_PARTS, MIN_DATA_BYTES, hooks_of
 from lightning_ssd.activations.run_ahead import RunAhead
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.saved_storage import (
@@ -50,11 +48,10 @@ from lightning_ssd.memory.heap_policy import HeapMode, HeapPolicy
 from lightning_ssd.parameters.guard.guard import is_guarded
 from lightning_ssd.parameters.pager import Pager, SavedElsewhere, Unit
 from lightning_ssd.planning.placement import Placement
-from lightning_ssd.scheduling.pass_profile import PrefetchBudget
-from lightning_ssd.scheduling.stalls import Stalls
+from lightning_ssd.scheduling.plan_cursor import KEEPS_ALL, NOTHING_KNOWN, PassProgram
 from lightning_ssd.tiers.host import HostTier
 from lightning_ssd.tiers.ssd import SsdTier
-from lightning_ssd.tiers.streams import PASSED, CopyEngine, StreamEvent
+from lightning_ssd.tiers.streams import PASSED, StreamEvent
 
 __all__ = ["SavedTensorHooks", "SavedWeight", "Tiers"]
 
@@ -76,7 +73,7 @@ class SavedWeight(NamedTuple):
 
 
 _Packed = Kept | SavedTensor | SavedWeight
-"""Types that autograd holds in place of a saved tensor."""
+"""Types that autograd holds in place of a saved tensor; and, from ``replay.py``, a tensor."""
 
 
 class SavedTensorHooks:
@@ -84,58 +81,65 @@ class SavedTensorHooks:
 
     Args:
         tiers: where storages may go; without an SSD tier everything is kept and counted.
-        device: only tensors of this device are moved.
+        fetcher: brings bytes up. The lock of its accounting guards what leaves.
         min_nbytes: smaller storages stay, and are not counted one by one.
-        copies: between the device and the host.
-        accounting: of the saved storages; its lock guards the group that leaves, and run-ahead.
-        passes: that are alive.
-        fetcher: brings bytes up.
-        budget: of what is brought up ahead.
-        stalls: what the training thread has waited.
-        parameters: storages that stay.
         weights: told when backward asks for one that waits on a drive between its uses.
         heap_policy: told what becomes of freed memory.
-        process: whose threads and locks these are.
     """
 
     def __init__(
         self,
         tiers: Tiers,
-        *,
-        device: torch.device,
-        min_nbytes: int,
-        copies: CopyEngine,
-        accounting: MemoryAccounting,
-        passes: LivePasses,
         fetcher: Fetcher,
-        budget: PrefetchBudget,
-        stalls: Stalls,
-        parameters: ParameterStorages,
+        *,
+        min_nbytes: int,
         weights: Pager[Any] | None,
         heap_policy: HeapPolicy,
-        process: OwnProcess,
     ) -> None:
         self._tiers = tiers
-        self.device = device
-        self.min_nbytes = min_nbytes
-        self.copies = copies
-        # Meanwhile no thread may ask a device how it is doing, and nothing has an end that a worker could wait for.
-        self.is_capturing = copies.is_capturing
-        self.accounting = accounting
-        self._counters = accounting.counters
-        self._passes = passes
         self.fetcher = fetcher
-        self.budget = budget
-        self._stalls = stalls
-        self.parameters = parameters
+        self.min_nbytes = min_nbytes
         self._weights = weights
         self.has_pager = weights is not None
         self._heap_policy = heap_policy
-        self.process = process
-        self.graph_memory = GraphMemory(device)
+        self.accounting, self._passes, self.budget = fetcher.accounting, fetcher.passes, fetcher.budget
+        self._counters, self._stalls = fetcher.accounting.counters, fetcher.stalls
+        self.device, self.copies = fetcher.device, fetcher.copies
+        # Meanwhile no thread may ask a device how it is doing, and nothing has an end that a worker could wait for.
+        self.is_capturing = fetcher.copies.is_capturing
+        self.process = OwnProcess()
+        self.parameters = ParameterStorages()
+        self.graph_memory = GraphMemory(fetcher.device)
         self.handed_out = HandedOut()
         self._group = WriteGroup()
         self._run_ahead = RunAhead()
+
+    def of(self, current: SavedPass) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """Return two functions: one packs the saved tensors of a pass, the other unpacks them."""
+        limit = None if current.cursor is not None or current.limit_bytes is None else current.limit_bytes // 2
+        with self.accounting.lock:
+            current.follows = current.follows and current.is_over
+            known = self._known_of(current)
+        return hooks_of(self, current, known, limit_bytes=limit)
+
+    def _known_of(self, current: SavedPass) -> PassProgram:
+        """Return what is known of a pass that begins now.
+
+        Nothing is certain of storages that are traced, shown in a record of the step, or under a limit that may have
+        them leave later.
+        """
+        if current.recorder is not None or self.accounting.recorder is not None:
+            return NOTHING_KNOWN
+        if self._tiers.ssd is None:
+            return KEEPS_ALL
+        if current.cursor is not None:
+            return NOTHING_KNOWN if current.cursor.limit_bytes is not None else current.cursor.program
+        latest = self._passes.book.latest
+        return (
+            NOTHING_KNOWN
+            if latest is None
+            else PassProgram(latest.sizes, bytes(i in latest.keep for i in range(len(latest.sizes))))
+        )
 
     def drop_group(self) -> None:
         """Have what is about to leave stay. The lock is held."""

@@ -2,9 +2,9 @@
 
 A plan, or what an earlier pass has taught, names the storages of a pass by size, in pack order. As long as the pass
 saves the same sizes, the hooks keep what is to stay, and have the rest leave in groups. What is no whole storage of an
-operation's result goes to the tensor cache; from the first other size on, everything does. A wrong guess costs a place
-in the order, never a value: a tensor that is kept is held as it is, with its version, whatever storage it was taken
-for.
+operation's result goes the way of ``hooks.py``; from the first other size on, everything does. A wrong guess costs a
+place in the order, never a value: a tensor that is kept is held as it is, with its version, whatever storage it was
+taken for.
 
 What has stayed, what leaves and what backward was given is noted, and counted by the next operation that takes the
 lock: one for each group, and one for each look ahead.
@@ -63,7 +63,7 @@ def hooks_of(
         hooks: get what the program does not keep.
         current: the pass.
         program: what stays.
-        limit_bytes: of saved activations in memory, above which the cache decides; ``None``: no limit.
+        limit_bytes: of saved activations in memory, above which those hooks decide; ``None``: no limit.
     """
     # Names of this function: an attribute of an object takes as long to find as a storage takes to be kept.
     pack_slowly, unpack_slowly, check_process = hooks.pack, hooks.unpack, hooks.process.check
@@ -121,12 +121,12 @@ def hooks_of(
                 and tensor.layout is strided
                 and tensor.device == device
                 and not parameters.ungathered
-                # Else what the cache would not count among the storages of the pass.
+                # Else those hooks would not count it among the storages of the pass.
                 and (nbytes == whole or is_view)
                 and (tensor.requires_grad or not (tensor.__dict__ or whole >= max(MIN_DATA_BYTES, DATA_PARTS * nbytes)))
             ):
                 if not is_kept:
-                    # What is more than this, or of a fork, which may take no lock, the cache has to look at.
+                    # What is more than this, or of a fork, which may take no lock, those hooks have to look at.
                     if (
                         len(forks) == num_forks
                         and (is_host or not (is_capturing() or holds(storage.data_ptr())))

@@ -122,7 +122,7 @@ class SavedPass:
         with ExitStack() as stack:
             for blocks in self._blocks:
                 stack.enter_context(blocks.observe(self))
-            pack, unpack = self._cache.hooks_of(self)
+            pack, unpack = self._cache.hooks.of(self)
             if self.recorder is not None:
                 pack, unpack = self.recorder.timed(pack), self.recorder.timed(unpack)
             stack.enter_context(saved_tensors_hooks(pack, unpack))

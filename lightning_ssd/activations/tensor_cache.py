@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,11 +18,8 @@ from lightning_ssd.activations.accounting import MemoryAccounting
 from lightning_ssd.activations.fetcher import Fetcher
 from lightning_ssd.activations.hooks import SavedTensorHooks, Tiers
 from lightning_ssd.activations.live_passes import LivePasses
-from lightning_ssd.activations.parameter_filter import ParameterStorages
-from lightning_ssd.activations.replay import hooks_of
 from lightning_ssd.activations.saved_pass import SavedPass
 from lightning_ssd.activations.storage_state import QUEUED
-from lightning_ssd.common.forks import OwnProcess
 from lightning_ssd.common.formatting import format_sizes
 from lightning_ssd.common.waiting import is_free_within
 from lightning_ssd.errors import OffloaderClosedError
@@ -34,7 +31,6 @@ from lightning_ssd.recompute.blocks import Blocks
 from lightning_ssd.scheduling.clock import clock_of
 from lightning_ssd.scheduling.overhead import CpuCosts
 from lightning_ssd.scheduling.pass_profile import PrefetchBudget
-from lightning_ssd.scheduling.plan_cursor import KEEPS_ALL, NOTHING_KNOWN, PassProgram
 from lightning_ssd.scheduling.scheduler import Scheduler
 from lightning_ssd.scheduling.stalls import Stalls
 from lightning_ssd.telemetry.events import EventLog
@@ -85,16 +81,13 @@ class TensorCache:
         self._meter = meter
         self.device = device
         """Only tensors of this device are moved."""
-        self.min_nbytes = max(min_tensor_nbytes, 1)
-        """Smaller storages stay, and are not counted one by one."""
+        self._min_nbytes = max(min_tensor_nbytes, 1)
         self._is_capturing = copies.is_capturing
         self._recompute = recompute
         self.blocks: list[Blocks] = []
-        self.parameters = ParameterStorages()
         self._weights = weights
         self._warned_of_writes = self._warned_of_graphs = False
         self._num_plain = 0
-        self.process = OwnProcess()
         self._threads: dict[int, threading.Thread] = {}  # those that have begun a pass, by their numbers
         # All of the following are guarded by the accounting lock.
         self._clock = clock_of(device)
@@ -113,12 +106,12 @@ class TensorCache:
             worker_s=self._worker_s,
         )
         self._known_available_bytes: int | None = None
-        self.budget = PrefetchBudget()
-        self._stalls = Stalls(self._clock, self._counters, events, self.budget.stalled)
+        self._budget = PrefetchBudget()
+        self._stalls = Stalls(self._clock, self._counters, events, self._budget.stalled)
         self.fetcher = Fetcher(
             self.accounting,
             self._passes,
-            budget=self.budget,
+            budget=self._budget,
             stalls=self._stalls,
             device=device,
             clock=self._clock,
@@ -126,20 +119,9 @@ class TensorCache:
             tier=tiers.ssd,
         )
         self.hooks = SavedTensorHooks(
-            tiers,
-            device=device,
-            min_nbytes=self.min_nbytes,
-            copies=copies,
-            accounting=self.accounting,
-            passes=self._passes,
-            fetcher=self.fetcher,
-            budget=self.budget,
-            stalls=self._stalls,
-            parameters=self.parameters,
-            weights=weights,
-            heap_policy=self._heap_policy,
-            process=self.process,
+            tiers, self.fetcher, min_nbytes=self._min_nbytes, weights=weights, heap_policy=self._heap_policy
         )
+        self.parameters, self.process = self.hooks.parameters, self.hooks.process
 
     def _worker_s(self) -> float:
         """Return the CPU time of the drives' workers."""
@@ -214,33 +196,6 @@ class TensorCache:
             )
         return True
 
-    def hooks_of(self, current: SavedPass) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """Return what packs and what unpacks the saved tensors of a pass."""
-        limit = None if current.cursor is not None or current.limit_bytes is None else current.limit_bytes // 2
-        with self.accounting.lock:
-            current.follows = current.follows and current.is_over
-            known = self._known_of(current)
-        return hooks_of(self.hooks, current, known, limit_bytes=limit)
-
-    def _known_of(self, current: SavedPass) -> PassProgram:
-        """Return what is known of a pass that begins now.
-
-        Nothing is certain of storages that are traced, shown in a record of the step, or under a limit that may have
-        them leave later.
-        """
-        if current.recorder is not None or self.accounting.recorder is not None:
-            return NOTHING_KNOWN
-        if self._tiers.ssd is None:
-            return KEEPS_ALL
-        if current.cursor is not None:
-            return NOTHING_KNOWN if current.cursor.limit_bytes is not None else current.cursor.program
-        latest = self._passes.book.latest
-        return (
-            NOTHING_KNOWN
-            if latest is None
-            else PassProgram(latest.sizes, bytes(i in latest.keep for i in range(len(latest.sizes))))
-        )
-
     def leave(self, current: SavedPass) -> None:
         """A forward is over."""
         if self.process.is_here:
@@ -274,7 +229,7 @@ class TensorCache:
             if rates is None:
                 self._passes.finish(all_freed=False)
             else:
-                self.budget.pass_ended(
+                self._budget.pass_ended(
                     self._passes.end_backward(rates.write_bytes_per_s, rates.read_bytes_per_s),
                     self.accounting.most_saved_bytes,
                 )
@@ -293,7 +248,7 @@ class TensorCache:
         if not self.process.is_here:  # a fork may go on with a graph of ours, and may take no lock
             return
         with self.accounting.lock:
-            current.recomputed_bytes += sum(nbytes for nbytes in sizes if nbytes >= self.min_nbytes)
+            current.recomputed_bytes += sum(nbytes for nbytes in sizes if nbytes >= self._min_nbytes)
             self.accounting.recomputed(current.recomputed_bytes)
 
     def _settle_stalls(self) -> None:

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ssd.activations.hooks import SavedWeight
+from lightning_ssd.activations.hooks import SavedTensorHooks, SavedWeight
 from lightning_ssd.activations.kept_storage import KeptStorage, Share
-from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.scheduling.plan_cursor import NOTHING_KNOWN, PassProgram
 from lightning_ssd.tiers.ssd import SsdTier
 from tests.support.helpers import EAGER, KEEP, PLANNED, open_offloader, raw_bytes
@@ -91,7 +90,7 @@ def test_any_program_gives_the_same_bits_and_counts(offloader, data):
     names = data.draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=6))
     expected = train(names, nullcontext())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorCache, "_known_of", lambda self, current: NOTHING_KNOWN)
+        patch.setattr(SavedTensorHooks, "_known_of", lambda self, current: NOTHING_KNOWN)
         before = offloader.stats
         found = train(names, offloader.saved_tensors())
         offloader.end_backward()
@@ -108,7 +107,7 @@ def test_any_program_gives_the_same_bits_and_counts(offloader, data):
             del sizes[at]
         stays = data.draw(st.binary(min_size=len(sizes), max_size=len(sizes)).map(lambda b: bytes(x & 1 for x in b)))
         program = PassProgram(tuple(sizes), stays)
-        patch.setattr(TensorCache, "_known_of", lambda self, current: program)
+        patch.setattr(SavedTensorHooks, "_known_of", lambda self, current: program)
         found = train(names, offloader.saved_tensors())
         offloader.end_backward()
     assert all(map(same_bits, expected, found))
@@ -122,7 +121,7 @@ def test_any_program_gives_the_same_bits_and_counts(offloader, data):
 
 def test_what_was_to_stay_stays_and_the_rest_moves(tmp_path, monkeypatch):
     program = PassProgram((NBYTES,) * 6, bytes([1, 0, 1, 1, 0, 0]))
-    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    monkeypatch.setattr(SavedTensorHooks, "_known_of", lambda self, current: program)
     with open_offloader(tmp_path, EAGER) as offloader:
         x = torch.rand(SIDE, SIDE).requires_grad_()
         with offloader.saved_tensors():
@@ -139,7 +138,7 @@ def test_few_calls_and_no_lock_for_what_stays(moved, tmp_path, monkeypatch):
     """A full record takes 79 Python calls and 4 locks; with CUDA 127."""
     length = 20
     program = PassProgram((NBYTES,) * (length + 2), bytes([1] * (length + 2 - moved) + [0] * moved))
-    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    monkeypatch.setattr(SavedTensorHooks, "_known_of", lambda self, current: program)
     with open_offloader(tmp_path, EAGER) as offloader:
         locks = CountedLock(offloader._cache.accounting.lock)
         with offloader.saved_tensors():
@@ -167,7 +166,7 @@ def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path, monkeypatch
     records were flat, 18 and 36."""
     length = 128
     program = PassProgram((NBYTES,) * (length + 3), bytes(length + 3))
-    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    monkeypatch.setattr(SavedTensorHooks, "_known_of", lambda self, current: program)
     with open_offloader(tmp_path, EAGER) as offloader:
         accounting = offloader._cache.accounting
         accounting.most_saved_bytes = 1 << 40  # so that 16 make a group
@@ -196,7 +195,7 @@ def test_few_calls_and_a_lock_for_each_group_of_what_moves(tmp_path, monkeypatch
                 y.register_hook(wait_for_reads)
                 y = y.sin()
             offloader.flush()
-            offloader._cache.budget.nbytes = 1 << 40  # all comes back before the second one is asked for
+            offloader._cache.hooks.budget.nbytes = 1 << 40  # all comes back before the second one is asked for
             with python_calls() as unpacking:
                 y.backward(torch.ones_like(y))
             offloader.end_backward()
@@ -212,7 +211,7 @@ def test_few_calls_of_workers_for_each_storage(tmp_path, monkeypatch):
     """65 and 75 where each storage of a group was told of by itself. While a read is waited for, each still is."""
     side, length = 160, 64
     program = PassProgram((side * side * 4,) * (length + 1), bytes(length + 1))
-    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    monkeypatch.setattr(SavedTensorHooks, "_known_of", lambda self, current: program)
     with calls_by_thread() as calls, open_offloader(tmp_path, EAGER) as offloader:
         accounting = offloader._cache.accounting
         accounting.most_saved_bytes = 1 << 40  # so that 16 make a group
@@ -230,7 +229,7 @@ def test_few_calls_of_workers_for_each_storage(tmp_path, monkeypatch):
                 y.register_hook(wait_for_reads)
                 y = y.sin()
             offloader.flush()
-            offloader._cache.budget.nbytes = 1 << 40
+            offloader._cache.hooks.budget.nbytes = 1 << 40
             y.backward(torch.ones_like(y))
             offloader.end_backward()
     to_write, to_read = (
@@ -247,7 +246,7 @@ def test_what_moves_is_replayed_whatever_shows_it(name, tmp_path, monkeypatch):
     """Views, parts, transposed tensors, those over what leaves already, and what an operation may fill later."""
     names = [name] * 3
     expected, program = train(names, nullcontext()), NOTHING_KNOWN
-    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    monkeypatch.setattr(SavedTensorHooks, "_known_of", lambda self, current: program)
     with open_offloader(tmp_path, EAGER) as offloader:
         for _ in range(2):
             before = offloader.stats

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ssd.activations import hooks, replay
+from lightning_ssd.activations import hooks as slow_hooks
+from lightning_ssd.activations import replay
 from lightning_ssd.activations.kept_storage import KeptStorage, Share
 from lightning_ssd.errors import StorageError
 from lightning_ssd.memory.pools import ReloadPool
@@ -317,7 +318,7 @@ def test_a_worker_without_memory_leaves_it_to_who_waits(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("rows", "moves"), [(SIDE // 8, False), (SIDE // 2, True)])
 def test_a_slice_of_the_data_does_not_take_all_of_it_to_the_drive(tmp_path, rows, moves, monkeypatch):
     """A batch that is a view of a data set in memory: saving it by its storage would write the data set each step."""
-    for module in (hooks, replay):
+    for module in (slow_hooks, replay):
         monkeypatch.setattr(module, "MIN_DATA_BYTES", NBYTES)
     data, weight = torch.rand(SIDE, SIDE), leaf(1)
     with open_offloader(tmp_path) as offloader:
@@ -338,8 +339,8 @@ def offloader(tmp_path):
 
 def packed(offloader, monkeypatch):
     given = []
-    cache = offloader._cache
-    hooks_of = cache.hooks_of
+    hooks = offloader._cache.hooks
+    hooks_of = hooks.of
 
     def noting(current):
         pack, unpack = hooks_of(current)
@@ -350,7 +351,7 @@ def packed(offloader, monkeypatch):
 
         return note, unpack
 
-    monkeypatch.setattr(cache, "hooks_of", noting)
+    monkeypatch.setattr(hooks, "of", noting)
     return given
 
 

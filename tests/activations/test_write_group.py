@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
+from lightning_ssd.activations.hooks import SavedTensorHooks
 from lightning_ssd.activations.saved_storage import SavedStorage
 from lightning_ssd.activations.storage_state import State
-from lightning_ssd.activations.tensor_cache import TensorCache
 from lightning_ssd.activations.write_group import WriteGroup
 from lightning_ssd.planning.placement import Placement
 from lightning_ssd.scheduling.plan_cursor import PassProgram
@@ -29,7 +29,7 @@ MIB = 1 << 20
 def all_moves(monkeypatch):
     """Have passes follow a program by which everything moves."""
     program = PassProgram((NBYTES,) * 40, bytes(40))
-    monkeypatch.setattr(TensorCache, "_known_of", lambda self, current: program)
+    monkeypatch.setattr(SavedTensorHooks, "_known_of", lambda self, current: program)
 
 
 class Record:
