@@ -5,13 +5,14 @@ from __future__ import annotations
 import _thread
 import atexit
 import operator
-import os
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
+
+from lightning_ssd.common.forks import OwnProcess
 
 __all__ = ["Closable", "Unclosed", "close_at_exit"]
 
@@ -53,19 +54,19 @@ def close_at_exit(owner: Closable, resources: ExitStack) -> Unclosed:
         The watch. An owner that closes itself calls its ``detach()``.
     """
     watch = Unclosed(owner, _start)
-    watch.start = partial(_thread.start_new_thread, _close_elsewhere, (resources, os.getpid(), id(watch)))
+    watch.start = partial(_thread.start_new_thread, _close_elsewhere, (resources, OwnProcess(), id(watch)))
     _OPEN[id(watch)] = watch
     return watch
 
 
-def _close_elsewhere(resources: ExitStack, pid: int, number: int) -> None:
+def _close_elsewhere(resources: ExitStack, process: OwnProcess, number: int) -> None:
     """Start the thread that closes the resources of a dropped owner.
 
     The garbage collector may drop the owner under a lock that a worker waits for, or in a worker. So the dropping
     thread joins nothing.
     """
     _OPEN.pop(number, None)
-    if os.getpid() == pid:
+    if process.is_here:
         # daemon= is given because the new thread would else ask this one for it. This one was started by C, so that
         # threading would make an object for it that stays for ever.
         threading.Thread(target=resources.close, name="lightning_ssd-close", daemon=False).start()

@@ -12,8 +12,8 @@ from lightning_ssd.errors import OffloaderClosedError
 __all__ = ["FORKS", "OwnProcess"]
 
 FORKS: list[int] = []
-"""Numbers of the processes that were forked on the way from the first one to this one. Its length names a process: what
-was made when it was shorter belongs to a parent."""
+"""One entry for each fork on the way from the first process to this one. Its length names a process: what was made when
+it was shorter belongs to a parent."""
 
 os.register_at_fork(after_in_child=lambda: FORKS.append(os.getpid()))
 

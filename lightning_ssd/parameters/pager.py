@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -115,7 +115,7 @@ class Pager(ABC, Generic[Memory]):
         self._in_backward: Unit[Memory] | None = None
         self._left: Unit[Memory] | None = None
         """Whose forward has ended last. Who looks at its weights then, such as a hook, brings them back unasked."""
-        self.is_closed = False
+        self._is_closed = False
         self.has_told_of_splits = False
         """Whether the user knows that compiled code is divided where weights come."""
         self._window_bytes: int | None = None
@@ -125,8 +125,11 @@ class Pager(ABC, Generic[Memory]):
         self._requests: queue.SimpleQueue[tuple[Unit[Memory], Latch] | None] = queue.SimpleQueue()
         self._has_ended = Latch()  # the reader
         _thread.start_new_thread(self._serve, ())
-        _pagers[:] = [known for known in _pagers if known() is not None]
-        _pagers.append(weakref.ref(self))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no weight comes or goes any more. In a fork no thread reads, and the lock may be held for ever."""
+        return self._is_closed or not self._process.is_here
 
     # -- units ---------------------------------------------------------------------------------------------------
 
@@ -388,7 +391,7 @@ class Pager(ABC, Generic[Memory]):
         """Nothing is brought in or sent out any more; the reader has ended. Idempotent."""
         with self._lock:
             if not self.is_closed:
-                self.is_closed = True
+                self._is_closed = True
                 self.by_storage = {}
                 self._requests.put(None)  # behind all requests that there are
         self._has_ended.wait()
@@ -400,17 +403,3 @@ def _cdata(parameter: torch.Tensor) -> int:
         return 0 if part.layout is not torch.strided else storage_of(part)._cdata
     except (NotImplementedError, RuntimeError):  # it has no storage
         return 0
-
-
-_pagers: list[weakref.ref[Pager[Any]]] = []
-
-
-def _after_fork() -> None:
-    """In a fork no thread reads, and the lock may be held for ever."""
-    for reference in _pagers:
-        pager = reference()
-        if pager is not None:
-            pager.is_closed = True
-
-
-os.register_at_fork(after_in_child=_after_fork)
