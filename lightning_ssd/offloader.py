@@ -294,16 +294,17 @@ class Offloader:
         repeated blocks with ``activations="recompute"`` and ``"recompute_offload"``.
 
         Raises:
-            ConfigError: the module has no block of the classes that ``policy.recompute_modules`` names; or it is on a
-                GPU, and the offloader was opened for the CPU.
+            ConfigError: the module has no block of the classes that ``policy.recompute_modules`` names; or it is on
+                another device, and the offloader was opened for the CPU.
             BudgetError: ``memory_budget`` has no room for tensors that cannot be offloaded, with ``parameters="auto"``.
             StorageError: weights cannot be written: the drive is full (:class:`OutOfSpaceError`) or refuses.
         """
         cache, resources = self._opened(), self._resources
-        if accelerator_of(device_of([module])) is not None and cache.device.type == "cpu":
+        kind = device_of([module]).type
+        if kind not in ("cpu", "meta") and cache.device.type == "cpu":
             raise ConfigError(
-                f"{type(module).__name__} is on a GPU, and this Offloader was opened for the CPU, so that nothing "
-                "would move. Write Offloader(device=next(model.parameters()).device), or open(model)"
+                f"{type(module).__name__} is on a device of type {kind!r}, and this Offloader was opened for the CPU, "
+                "so that nothing would move. Write Offloader(device=next(model.parameters()).device), or open(model)"
             )
         # Before the blocks' patches, so that a recomputed forward also goes through the patches of weights.
         self._parts.parameters.register_module(module)

@@ -266,3 +266,12 @@ def test_compiled_blocks_are_named_as_the_cause(build, compiled, classes, activa
         with pytest.raises(ConfigError, match=told):
             offloader.register_module(build())
         offloader.register_module(compiled_within())  # what the message advises
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_a_model_elsewhere_than_the_offloader_is_refused(kind, spill_dir, monkeypatch):
+    refusal = f"Linear is on a device of type '{kind}', and .* opened for the CPU"
+    with Offloader(policy=OFFLOAD_ALL, hardware=HardwareProfile(paths=spill_dir)) as offloader:
+        monkeypatch.setattr("lightning_ssd.offloader.device_of", lambda modules: torch.device(kind))
+        with pytest.raises(ConfigError, match=refusal):
+            offloader.register_module(nn.Linear(2, 2))

@@ -73,8 +73,20 @@ CHARTS = [
 @pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.key)
 def test_matplotlib_draws_it(chart, tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
-    from lightning_ssd.reports.drawing import draw_svg, save_png
+    from matplotlib.collections import PolyCollection
 
+    from lightning_ssd.reports.drawing import draw, draw_svg, save_png
+
+    figure = draw(chart)
+    (axes,) = figure.axes
+    by_kind = {kind: [one for one in chart.series if one.kind == kind] for kind in ("area", "line", "dashed")}
+    shapes = [one for one in axes.collections if isinstance(one, PolyCollection)]
+    assert len(shapes) == len(chart.bars) + len(by_kind["area"])
+    curves = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    for series in by_kind["line"] + by_kind["dashed"]:
+        assert curves[series.name] == (list(series.x), list(series.y))
+    told = {text.get_text() for legend in figure.legends for text in legend.get_texts()}
+    assert {series.name for series in chart.series if series.name} <= told
     save_png(chart, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
     svg = ElementTree.fromstring(draw_svg(chart))

@@ -1,7 +1,6 @@
 """What a strategy takes and refuses."""
 
 import pytest
-import torch
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_ssd.errors import ConfigError
@@ -30,12 +29,6 @@ pytestmark = [pytest.mark.filterwarnings(noise) for noise in LIGHTNING_NOISE]
 def test_wrong_arguments_are_refused_at_once(arguments, message):
     with pytest.raises(ConfigError, match=message):
         SSDOffloadStrategy(**arguments)
-
-
-def test_devices_that_we_do_not_serve_are_refused():
-    strategy = SSDOffloadStrategy(parallel_devices=[torch.device("mps")])
-    with pytest.raises(ConfigError, match="got a device of type 'mps', and can only offload from 'cpu', 'cuda'"):
-        strategy._configure_launcher()
 
 
 def test_before_a_trainer_took_it():

@@ -84,7 +84,7 @@ def test_failures_reach_the_one_who_waits(single, events, where):
     assert after.error is None
 
 
-def test_an_event_says_when_its_move_was_queued_begun_and_done(single, events, worker_clock):
+def test_an_event_says_when_its_move_was_begun_and_done(single, events, worker_clock):
     release = blocked(single)
     move = Move(lambda: worker_clock.__setitem__(0, 3))
     worker_clock[0] = 1
