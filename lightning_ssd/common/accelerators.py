@@ -26,6 +26,11 @@ class Accelerator:
         self._device = device
         self._current: tuple[int, Any] | None = None
 
+    @staticmethod
+    def current_index() -> int:
+        """Return the number of the calling thread's current device."""
+        return torch.cuda.current_device()
+
     def as_current(self) -> AbstractContextManager[Any]:
         """Make it the calling thread's current device within a context."""
         return torch.cuda.device(self._device)
@@ -130,9 +135,12 @@ def with_index(device: torch.device) -> torch.device:
     """Return ``device`` as its tensors name it: with the number of the calling thread's current one if it has none."""
     if device.type == "cpu":
         return torch.device("cpu")  # what lies on "cpu:0" says that it is on "cpu"
-    if cast(Any, device).index is not None or accelerator_of(device) is None:
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
+    kind = _KINDS.get(device.type)
+    return (
+        device
+        if cast(Any, device).index is not None or kind is None
+        else torch.device(device.type, kind.current_index())
+    )
 
 
 def is_capturing() -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from lightning_ssd.errors import OffloaderClosedError
 
@@ -15,7 +16,7 @@ FORKS: list[int] = []
 """One entry for each fork on the way from the first process to this one. Its length names a process: what was made when
 it was shorter belongs to a parent."""
 
-os.register_at_fork(after_in_child=lambda: FORKS.append(os.getpid()))
+os.register_at_fork(after_in_child=partial(FORKS.append, 0))  # in C: an interrupt that came into Python would be lost
 
 
 class OwnProcess:

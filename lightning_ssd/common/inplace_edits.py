@@ -115,8 +115,8 @@ def inplace_error(
 ) -> RuntimeError:
     """Return an error of the type and the meaning that plain PyTorch raises for the same program.
 
-    It names the operation that has saved the tensor and computes its gradient just now. PyTorch names the one that made
-    the tensor's present value, which would have to be noted with each tensor.
+    It names the operation that runs in backward just now, and asks for the tensor. PyTorch names the one that made the
+    tensor's present value, which would have to be noted with each tensor.
 
     Args:
         description: dtype, device and size of the saved tensor.
@@ -125,10 +125,11 @@ def inplace_error(
     """
     dtype, device, size = description
     node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
-    saved_by = "" if node is None else f", which {node.name()} needs,"
+    # By its type: a Function may have set an attribute of this name.
+    needed_by = "" if node is None else f", which {type(node).name(node)} needs,"
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{dtype} {list(size)} on {device}]{saved_by} is at version {version}; expected version {expected} instead. "
+        f"[{dtype} {list(size)} on {device}]{needed_by} is at version {version}; expected version {expected} instead. "
         "Edit a clone() of it, or edit it after backward(); torch.autograd.set_detect_anomaly(True) shows which "
         "operation has failed to compute its gradient"
     )

@@ -232,9 +232,9 @@ class Limits:
             unusable: why nothing can be moved to a drive, so that a larger budget is only the second best advice.
         """
         got, smallest = self._got_and_smallest(smallest_bytes, others)
-        advice = (
-            "" if self._constraints.recompute else 'let blocks run again in backward (recompute_modules="blocks"), '
-        )
+        advice = ""
+        if not self._constraints.recompute:
+            advice = 'let repeated blocks, if there are any, run again in backward (recompute_modules="blocks"), '
         is_worn = self._constraints.wear_bytes_per_day is not None
         wear = "raise wear_budget (it limits what may be moved), " if is_worn else ""
         fact = f"OffloadPolicy.{got} is too small for this model and batch"

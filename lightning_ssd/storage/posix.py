@@ -136,10 +136,10 @@ class PosixBackend:
             )
         with arena.use(writes=region.nbytes if verb == "write" else 0) as fd:
             try:
-                if not arena.direct or region.address % self.memory_alignment == 0:
-                    _transfer(verb, fd, region, offset, self.block_bytes)
+                if arena.direct and region.address % PAGE_BYTES:
+                    self._move_unaligned(verb, fd, region, offset)
                 else:
-                    self._move_staged(verb, fd, region, offset)
+                    _transfer(verb, fd, region, offset, self.block_bytes)
                 if not arena.direct:
                     self._leave_cache(fd, arena, region.nbytes, offset, wrote=verb == "write")
             except OSError as error:
@@ -151,6 +151,17 @@ class PosixBackend:
                 if isinstance(error, ShortTransferError):
                     raise ShortTransferError(error.errno, f"{what}: {error.strerror}") from error
                 raise as_storage_error(error, what) from error
+
+    def _move_unaligned(self, verb: Verb, fd: int, region: Region, offset: int) -> None:
+        """Move memory without a copy where the drive takes its address, which it may say and not keep."""
+        if region.address % self.memory_alignment == 0:
+            try:
+                _transfer(verb, fd, region, offset, self.block_bytes)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        self._move_staged(verb, fd, region, offset)
 
     def _move_staged(self, verb: Verb, fd: int, region: Region, offset: int) -> None:
         step = DEFAULT_CHUNK_BYTES

@@ -131,3 +131,30 @@ def test_legal_edits_stay_legal(tmp_path):
         return finish(session, z, a, b)
 
     assert_same(program, tmp_path, setups=SETUPS)
+
+
+def test_a_function_that_sets_an_attribute_called_name(tmp_path):
+    """It is no method then that tells the node's name."""
+
+    class Named(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            ctx.name = "mine"
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            return gradient * x
+
+    def program(session):
+        a = leaf()
+        x = a * 2
+        with session.saved():
+            y = Named.apply(x)
+        with torch.no_grad():
+            x.add_(1)
+        return finish(session, y, a)
+
+    assert_same(program, tmp_path, setups=SETUPS, raises=True, moves=False)

@@ -92,7 +92,7 @@ def test_a_budget_that_recomputing_might_keep_names_the_line_to_add():
     held = {"peak_bytes": COUNT * NBYTES}
     text = str(refusal(trace, options=held, machine=machine_of(nowhere), activation_budget=with_it))
     assert named_budget(text) == without
-    assert 'Raise the budget, let blocks run again in backward (recompute_modules="blocks"), make the batch' in text
+    assert 'let repeated blocks, if there are any, run again in backward (recompute_modules="blocks"), make the' in text
     with opened(machine=machine_of(nowhere), activation_budget=with_it, recompute=True) as made:
         planned(made, trace, peak_bytes=COUNT * NBYTES)
         assert made.cursor("a", level_bytes=0, available_bytes=None)[0].recompute

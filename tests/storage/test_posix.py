@@ -166,6 +166,16 @@ class TestAlignment:
         assert direct._staging.lent_bytes == 0
         assert [buffer.nbytes for buffer in direct._staging._spare] == [DEFAULT_CHUNK_BYTES]
 
+    def test_a_drive_that_wants_more_than_it_says_gets_it(self, direct, direct_arena, monkeypatch):
+        def change(real, fd, view, offset):
+            if ctypes.addressof(ctypes.c_char.from_buffer(view)) % 2048:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return int(real(fd, [view], offset))
+
+        calls = Calls(monkeypatch, change)
+        assert write_and_read(direct, direct_arena, 1 << 20, 1024)
+        assert calls.count == 4, "each way one refusal, then through a buffer"
+
     def test_a_refusal_is_an_error(self, direct, direct_arena, monkeypatch):
         extent, memory = direct_arena.allocate(4096), Memory.random(4096)
         Calls(monkeypatch, failing(errno.EINVAL))

@@ -233,6 +233,10 @@ def _accelerator(memory, streams):
     """The class of what the package calls the device by."""
 
     class BackendAccelerator(Accelerator):
+        @staticmethod
+        def current_index():
+            return torch.accelerator.current_device_index()
+
         locks_host_memory = False
         as_current = staticmethod(nullcontext)
         new_stream = staticmethod(streams.stream)
