@@ -212,12 +212,16 @@ class MemoryAccounting:
                 nbytes = record.nbytes
                 if recorder is not None:  # first: that its memory goes is no journey
                     recorder.freed(key, nbytes, None if record.tier is None else record.tier.name)
-                record.free()
+                if record.free():
+                    counters.resident_bytes -= nbytes
+                    if recorder is not None:
+                        recorder.left(key, nbytes)
+                elif record.is_on_host:
+                    self._away_on_host_bytes -= nbytes
                 if by_storage.get(record.cdata) is record:
                     by_storage.pop(record.cdata, None)
                 del watched[key]
                 self.saved_bytes -= nbytes
-                self._away_on_host_bytes -= nbytes if record.is_on_host else 0
             notes.popleft()  # last: an interrupted call is made good by the next one
         if has_grown:
             self._note_peaks()

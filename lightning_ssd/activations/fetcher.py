@@ -38,7 +38,7 @@ __all__ = ["Fetcher"]
 _NUM_CONSUMED = 8
 _LONGEST_WAIT_S = 0.1
 _NOT_AWAY = (*READY, READING, FREED)
-_GROUP_STORAGES = 16
+_GROUP_STORAGES = 64
 _GROUP_BYTES = 16 << 20
 """Most that come back in one job, which costs as much Python as a small read takes. It is as long as one chunk, so that
 an urgent read waits no longer."""

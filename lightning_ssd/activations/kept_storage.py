@@ -52,14 +52,13 @@ class KeptStorage(Watched):
         """Return whether a tensor over this storage has the bytes that were saved."""
         return self.version == tensor._version and self.owner() is owner_of(tensor)
 
-    def free(self) -> None:
-        """Stop counting the memory: the graph has let go. Again after an interrupt: does the rest."""
+    def free(self) -> bool:
+        """Let go of the pass, once the graph has let go; return whether the memory counts. Again after an interrupt."""
         home, self.home = self.home, None
         if home is not None:
             home.num_freed += 1
-        if self.state is KEPT:
-            self.accounting.vacate(self)
-        self.state = FREED
+        is_resident, self.state = self.state is KEPT, FREED
+        return is_resident
 
 
 class Share:

@@ -263,12 +263,10 @@ class SavedStorage(Watched, Probe):
             self.ahead = False
             self.accounting.ahead_bytes -= self.nbytes
 
-    def free(self) -> None:
-        """Free the storage: its lease is dead, and no unpack asks again.
+    def free(self) -> bool:
+        """Free the storage, whose lease is dead, so that no unpack asks again; return whether its memory counts.
 
-        A transfer under way frees the extent when it ends.
-
-        Once more after it was interrupted: does the rest.
+        A transfer under way frees the extent when it ends. Once more after it was interrupted: does the rest.
         """
         state, home = self.state, self.home
         if self.ahead:
@@ -282,12 +280,11 @@ class SavedStorage(Watched, Probe):
         if home is not None:
             home.num_freed += 1
         self.produced, self.mark = PASSED, None
-        if state is not ON_DISK and state is not FREED:
-            self.accounting.vacate(self)
         self.state = FREED
         if self.stored is not None and self.read is None:
             self.accounting.unwanted.append(self.stored)
             self.stored = None
+        return state is not ON_DISK and state is not FREED
 
     # -- called by the tier's workers ----------------------------------------------------------------------------
 

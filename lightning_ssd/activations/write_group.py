@@ -1,6 +1,6 @@
 """Storages on their way out, until there are enough of them for one job.
 
-A job costs its worker and the training thread as much Python as a small write takes, whatever its size. So up to 16
+A job costs its worker and the training thread as much Python as a small write takes, whatever its size. So up to 64
 storages leave together (Megatron-Core's fine-grained offloading moves groups of tensors for the same reason). What is
 ready is never held back beyond 1 MiB or a sixty-fourth of all that is saved, whichever is more.
 """
@@ -14,7 +14,7 @@ from lightning_ssd.planning.placement import Placement
 
 __all__ = ["WriteGroup"]
 
-_MAX_STORAGES = 16
+_MAX_STORAGES = 64
 _MIN_BYTES = 1 << 20
 _MAX_BYTES = 64 << 20
 _MAX_HELD = 64

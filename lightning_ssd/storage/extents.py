@@ -79,13 +79,14 @@ class ExtentAllocator:
 
         A size of 0 needs no place.
         """
-        needs = [self.round_up(nbytes) if nbytes else 0 for nbytes in sizes]
+        block = self._block_bytes
+        needs = [-(-nbytes // block) * block for nbytes in sizes]
         whole = self.allocate(sum(needs)) if any(needs) else Extent(0, 0)
         if whole is None:
             return None
         ends = accumulate(needs, initial=whole.offset)
         extents = [new_tuple(Extent, (offset if need else 0, need)) for offset, need in zip(ends, needs, strict=False)]
-        self._used.update(extent for extent in extents if extent.nbytes)
+        self._used.update([extent for extent in extents if extent[1]])
         return extents
 
     def free(self, *extents: Extent) -> None:

@@ -144,14 +144,14 @@ class HostMover(Mover):
         super().__init__(HostCopies())
         self._backend = backend
         self._reload = reload
-        self._alignment = max(backend.memory_alignment, VECTOR_BYTES)
+        self._alignment, self._block_bytes = max(backend.memory_alignment, VECTOR_BYTES), backend.block_bytes
 
     def edges(self, storage: torch.UntypedStorage) -> Edges:
         if self._reload is None:
             return NO_EDGES
         address, nbytes = storage.data_ptr(), storage.nbytes()
         head = min(-address % self._alignment, nbytes)
-        tail = (nbytes - head) % self._backend.block_bytes
+        tail = (nbytes - head) % self._block_bytes
         if not head and not tail:
             return NO_EDGES
         edges = ctypes.string_at(address, head), ctypes.string_at(address + nbytes - tail, tail)

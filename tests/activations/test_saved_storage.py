@@ -251,8 +251,9 @@ def check_random_events(seed):
         assert (record.storage is not None) is (record.state not in (*AWAY, State.READING))
         assert accounting.counters.resident_bytes == (record.nbytes if record.is_resident else 0)
         assert len(accounting.writes) == (record.state in (State.QUEUED, State.WRITING) or is_written)
+    LEASES.clear()
     with accounting.lock:
-        record.free()
+        accounting.settle()
     assert accounting.counters.resident_bytes == 0
     assert record.state is State.FREED
 

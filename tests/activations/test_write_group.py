@@ -28,7 +28,7 @@ MIB = 1 << 20
 @pytest.fixture
 def all_moves(monkeypatch):
     """Have passes follow a program by which everything moves."""
-    program = PassProgram((NBYTES,) * 40, bytes(40))
+    program = PassProgram((NBYTES,) * 80, bytes(80))
     monkeypatch.setattr(SavedTensorHooks, "_known_of", lambda self, current: program)
 
 
@@ -43,8 +43,8 @@ class Record:
 
 @pytest.mark.parametrize(
     ("nbytes", "most_saved_bytes", "number"),
-    [(MIB, 1 << 40, 16), (40 * MIB, 1 << 40, 2), (MIB, 200 * MIB, 4), (MIB // 4, 0, 4)],
-    ids=["16 storages", "64 MiB", "a sixty-fourth of what is saved", "nothing known"],
+    [(MIB // 2, 1 << 40, 64), (40 * MIB, 1 << 40, 2), (MIB, 200 * MIB, 4), (MIB // 4, 0, 4)],
+    ids=["64 storages", "64 MiB", "a sixty-fourth of what is saved", "nothing known"],
 )
 def test_a_job_is_large_enough_and_no_larger(nbytes, most_saved_bytes, number):
     group = WriteGroup()
@@ -94,19 +94,19 @@ def test_the_last_ones_of_a_forward_leave(ends, tmp_path, monkeypatch):
         offloader._cache.accounting.most_saved_bytes = 1 << 40
         x = torch.rand(SIDE, SIDE).requires_grad_()
         with offloader.saved_tensors():
-            y = sines(x, 20)
+            y = sines(x, 70)
             if ends == "flush":
                 offloader.flush()
-                assert sum(jobs) == 20
+                assert sum(jobs) == 70
             else:
-                assert jobs == [16]
+                assert jobs == [64]
         offloader.flush()
-        assert jobs == [16, 4]
+        assert jobs == [64, 6]
         stats = offloader.stats
-        assert (stats.num_saved, stats.bytes_kept) == (20, 0)
+        assert (stats.num_saved, stats.bytes_kept) == (70, 0)
         y.backward(torch.ones_like(y))
         offloader.end_backward()
-        assert torch.equal(x.grad, gradient_of_sines(x, 20))
+        assert torch.equal(x.grad, gradient_of_sines(x, 70))
 
 
 @pytest.mark.usefixtures("all_moves")
