@@ -147,31 +147,27 @@ class Arena:
             StorageError: if growing fails otherwise, or after a fork.
             OffloaderClosedError: after close.
         """
-        return self.allocate_all([nbytes])[0]
-
-    def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
-        """Lend one extent for each size, side by side where there is room; or none: see :meth:`allocate`."""
         self._check_usable()
-        found = list[Extent]()
+        if nbytes == 0:
+            return Extent(0, 0)
         with self._lock:
             self._check_usable()
-            if (together := self._extents.allocate_all(sizes)) is not None:
-                return together
-            try:
-                for nbytes in sizes:
-                    extent = self._extents.allocate(nbytes) if nbytes else Extent(0, 0)
-                    if extent is None:
-                        self._grow(nbytes)
-                        extent = self._extents.allocate(nbytes)
-                    if extent is None:
-                        raise StorageError(
-                            f"growing {self.directory} for {nbytes} bytes gave no extent; please report this as a bug"
-                        )
-                    found.append(extent)
-            except BaseException:
-                self.free(*found)
-                raise
-        return found
+            extent = self._extents.allocate(nbytes)
+            if extent is None:
+                self._grow(nbytes)
+                extent = self._extents.allocate(nbytes)
+        if extent is None:
+            raise StorageError(
+                f"growing {self.directory} for {nbytes} bytes gave no extent; please report this as a bug"
+            )
+        return extent
+
+    def allocate_all(self, sizes: Sequence[int]) -> list[Extent] | None:
+        """Lend one extent for each size, side by side; ``None``: the file has no such room yet."""
+        self._check_usable()
+        with self._lock:
+            self._check_usable()
+            return self._extents.allocate_all(sizes)
 
     def reserve(self, nbytes: int) -> None:
         """Let the file have at least ``nbytes`` bytes from now on, so that as many will not be refused later.

@@ -178,10 +178,9 @@ class Write(Transfer):
                 one.checksums = [None] * len(one.cuts) if tier.wants_check and tier.wants_check() else None
 
     def _find_room(self, group: Sequence[_Outgoing]) -> None:
-        """Take room for storages together; where there is none for all of them, for each by itself."""
-        try:
-            extents = self._tier.allocate_all([one.body_nbytes for one in group]) if group else []
-        except OSError:
+        """Take room for storages together; where the file has none for all of them yet, for each by itself."""
+        extents = self._tier.allocate_all([one.body_nbytes for one in group]) if group else []
+        if extents is None:
             for one in group:
                 try:
                     one.whole = self._tier.allocate(len(one.edges.head), one.body_nbytes, {})

@@ -236,9 +236,9 @@ class Tier:
         """
         claimed += [[] for _ in sizes]
 
-    def allocate_all(self, sizes: Sequence[int]) -> list[Extent]:
-        """Return room in the only arena, or raise where there is none for all of them."""
-        extents: list[Extent] = self._arenas[0].allocate_all(sizes)
+    def allocate_all(self, sizes: Sequence[int]) -> list[Extent] | None:
+        """Return room in the only arena; ``None`` where there is none for all of them together."""
+        extents: list[Extent] | None = self._arenas[0].allocate_all(sizes)
         return extents
 
     def allocate(self, start: int, nbytes: int, refused: Mapping[int, OSError]) -> Part:
