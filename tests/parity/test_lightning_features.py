@@ -26,6 +26,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from lightning.pytorch.strategies import Strategy
 
 import tests.parity.lightning_nets as nets
+from lightning_ssd.activations import write_group
 from lightning_ssd.errors import BudgetError
 from tests.parity.lightning_pairs import ALL_AWAY, MARKS, all_on_ssd, assert_moved, both
 from tests.support.helpers import assert_identical
@@ -111,7 +112,9 @@ def _rows():
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
-def test_features(name, tmp_path):
+def test_features(name, tmp_path, monkeypatch):
+    # Manual optimization begins its backward within the forward's context: these nets save less than leaves together.
+    monkeypatch.setattr(write_group, "_MIN_BYTES", 64 << 10)
     both(FEATURES[name][0], tmp_path, FEATURES[name][1])
 
 
