@@ -155,7 +155,7 @@ class MemoryAccounting:
             resident, on_host = counters.resident_bytes, self._away_on_host_bytes
             self._worst = SavedBytes(saved_bytes, resident, on_host, self._worst.recomputed_bytes)
 
-    def vacate(self, *records: SavedStorage | KeptStorage) -> None:
+    def vacate(self, *records: SavedStorage) -> None:
         """Memory of saved storages has gone."""
         for record in records:
             self.counters.resident_bytes -= record.nbytes

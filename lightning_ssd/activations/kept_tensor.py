@@ -2,7 +2,8 @@
 
 This is the hot path of small tensors. What autograd holds is a bare tuple, because a class of its own would cost as
 much as all the rest: the tensor, its version, and of a leaf a weak reference. A large one has its
-:class:`~lightning_ssd.activations.kept_storage.Share` behind it.
+:class:`~lightning_ssd.activations.kept_storage.Share` behind it. Of a small result in its first version ``replay.py``
+has autograd hold the detached tensor alone.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class PosixBackend:
             )
         with arena.use(writes=region.nbytes if verb == "write" else 0) as fd:
             try:
-                if arena.direct and region.address % PAGE_BYTES:
+                if arena.direct and region.address % max(PAGE_BYTES, self.memory_alignment):
                     self._move_unaligned(verb, fd, region, offset)
                 else:
                     _transfer(verb, fd, region, offset, self.block_bytes)

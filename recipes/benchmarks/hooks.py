@@ -36,8 +36,8 @@ from lightning_ssd.planning.trace import Trace, TracedStorage
 from lightning_ssd.scheduling.planner_process import make_plan_apart
 from lightning_ssd.storage.spill_file import Arena
 from recipes.benchmarks.harness.gpt import GPT
+from recipes.benchmarks.harness.wrapped_backend import WrappedBackend
 from recipes.benchmarks.step import environment, spill_directory
-from recipes.wrapped_backend import WrappedBackend
 
 __all__ = ["main", "measure", "table"]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lightning_ssd
-from recipes.wrapped_backend import WrappedBackend
+from recipes.benchmarks.harness.wrapped_backend import WrappedBackend
 from tests.support.helpers import assert_released, raw_bytes
 from tests.support.opened import offloader_in
 from tests.support.patience import PATIENCE_S
@@ -143,7 +143,7 @@ def judge():
 
 import torch, lightning_ssd
 from lightning_ssd.scheduling import plan_maker
-from recipes.wrapped_backend import WrappedBackend
+from recipes.benchmarks.harness.wrapped_backend import WrappedBackend
 sys.setswitchinterval(1e-6)
 moving = {{"write": threading.Event(), "read": threading.Event()}}
 

@@ -24,7 +24,7 @@ from lightning_ssd.parameters.pager import Weight
 from lightning_ssd.storage.drive_probe import Rates
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.storage.spill_file import Arena
-from recipes.wrapped_backend import WrappedBackend
+from recipes.benchmarks.harness.wrapped_backend import WrappedBackend
 from tests.parameters.test_changing_files import evict
 from tests.support.offloaders import offloaders
 from tests.support.patience import PATIENCE_S

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_ssd.errors import OffloaderClosedError, OutOfSpaceError, StorageError
 from lightning_ssd.parameters.units import shared_weights, why_it_stays
 from lightning_ssd.storage.spill_file import Arena
-from recipes.wrapped_backend import WrappedBackend
+from recipes.benchmarks.harness.wrapped_backend import WrappedBackend
 from tests.parameters.test_paged_weights import policy  # noqa: F401  # that of ``opened``
 from tests.support.weight_loops import (
     NUM_BLOCKS,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from recipes.wrapped_backend import WrappedBackend
+from recipes.benchmarks.harness.wrapped_backend import WrappedBackend
 from tests.support.helpers import open_offloader
 from tests.support.patience import PATIENCE_S
 

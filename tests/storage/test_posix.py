@@ -176,6 +176,12 @@ class TestAlignment:
         assert write_and_read(direct, direct_arena, 1 << 20, 1024)
         assert calls.count == 4, "each way one refusal, then through a buffer"
 
+    def test_a_drive_that_asks_for_more_than_a_page_gets_it(self, direct, direct_arena):
+        direct.memory_alignment = 1 << 40  # no address has it
+        direct._staging._spare.clear()  # of the trial at its opening
+        assert write_and_read(direct, direct_arena, 1 << 20, 0)
+        assert len(direct._staging._spare) == 1, "both ways through a buffer"
+
     def test_a_refusal_is_an_error(self, direct, direct_arena, monkeypatch):
         extent, memory = direct_arena.allocate(4096), Memory.random(4096)
         Calls(monkeypatch, failing(errno.EINVAL))

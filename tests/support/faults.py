@@ -6,7 +6,7 @@ import threading
 import time
 
 from lightning_ssd.errors import OutOfSpaceError, ShortTransferError, StorageError
-from recipes.wrapped_backend import WrappedBackend
+from recipes.benchmarks.harness.wrapped_backend import WrappedBackend
 
 
 class FaultyBackend(WrappedBackend):

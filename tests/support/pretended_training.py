@@ -19,7 +19,7 @@ from lightning_ssd.parameters.device_memory import DeviceMemory
 from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.tiers import copy_paths
 from lightning_ssd.tiers.host_arena import HostArena
-from recipes.wrapped_backend import WrappedBackend
+from recipes.benchmarks.harness.wrapped_backend import WrappedBackend
 from tests.support.pretended import Clock, PretendedDevice, poison
 
 

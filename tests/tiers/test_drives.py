@@ -15,7 +15,7 @@ from lightning_ssd.storage.posix import PosixBackend
 from lightning_ssd.telemetry.events import EventLog
 from lightning_ssd.tiers.bandwidth_meter import measure_rates
 from lightning_ssd.tiers.checksum import Sampler
-from recipes.wrapped_backend import WrappedBackend
+from recipes.benchmarks.harness.wrapped_backend import WrappedBackend
 from tests.support.faults import eio
 from tests.support.owners import Owner, random_storage
 from tests.support.patience import PATIENCE_S

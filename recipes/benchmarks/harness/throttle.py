@@ -10,7 +10,7 @@ from lightning_ssd.common.tensors import Region
 from lightning_ssd.common.validation import parse_size
 from lightning_ssd.storage.backend import DEFAULT_CHUNK_BYTES, DEFAULT_WORKERS, Backend
 from lightning_ssd.storage.spill_file import Arena
-from recipes.wrapped_backend import WrappedBackend
+from recipes.benchmarks.harness.wrapped_backend import WrappedBackend
 
 __all__ = ["BucketBackend", "TokenBucket", "parse_rate"]
 
